@@ -1,0 +1,1 @@
+"""Quintain: online reinforcement learning of language models."""
