@@ -1,4 +1,8 @@
-"""The only reductions over tokens. Every one names its mask; a masked entry may hold NaN and changes nothing."""
+"""The only reductions over tokens. Every one names its mask; a masked entry may hold NaN and changes nothing.
+
+"Nothing" includes the gradient. Multiplying by 0, or selecting with `torch.where` after the arithmetic, is not enough:
+the backward pass then computes 0 * NaN. Entries are therefore replaced before anything is done with them.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,21 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+TIE_TOLERANCE = 1e-6
+"""Relative to the largest value (at least 1): above float32's rounding, below any difference that a reward means."""
+
+
+def zero_masked(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """`values` with 0 where the mask is False; no gradient passes there, not even a NaN.
+
+    The per-token formulas take no mask. What they are given passes through here first if its padding may hold garbage.
+    """
+    return torch.where(mask, values, 0.0)
+
 
 def masked_sum(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> Float[Tensor, ""]:
     """Sum over the True entries. An empty mask gives 0, through which a gradient of 0 still flows."""
-    return torch.where(mask, values, 0.0).sum()
-
-
-def masked_row_sum(
-    values: Float[Tensor, "batch completion"], mask: Bool[Tensor, "batch completion"]
-) -> Float[Tensor, " batch"]:
-    """Sum over the True entries of each row."""
-    return torch.where(mask, values, 0.0).sum(dim=-1)
+    return zero_masked(values, mask).sum()
 
 
 def masked_mean(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> Float[Tensor, ""]:
@@ -24,12 +32,34 @@ def masked_mean(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> 
     return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
+def masked_row_sum(
+    values: Float[Tensor, "batch completion"], mask: Bool[Tensor, "batch completion"]
+) -> Float[Tensor, " batch"]:
+    """Sum over the True entries of each row."""
+    return zero_masked(values, mask).sum(dim=-1)
+
+
+def masked_row_mean(
+    values: Float[Tensor, "batch completion"], mask: Bool[Tensor, "batch completion"]
+) -> Float[Tensor, " batch"]:
+    """Mean over the True entries of each row; 0 for a row without any."""
+    return masked_row_sum(values, mask) / mask.sum(dim=-1).clamp(min=1)
+
+
 def masked_variance(
     values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"], *, correction: int = 0
 ) -> Float[Tensor, ""]:
     """Variance over the True entries, divided by their number less `correction` (1: sample variance)."""
-    centred = values - masked_mean(values, mask)
-    return masked_sum(centred * centred, mask) / (mask.sum() - correction).clamp(min=1)
+    centred = zero_masked(values - masked_mean(values, mask), mask)
+    return centred.square().sum() / (mask.sum() - correction).clamp(min=1)
+
+
+def is_tied(spread: Float[Tensor, "*axes"], largest: Float[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
+    """Whether numbers with this standard deviation and largest size are equal up to rounding.
+
+    spread < TIE_TOLERANCE * max(1, largest)
+    """
+    return spread < TIE_TOLERANCE * largest.clamp(min=1.0)
 
 
 def masked_whiten(
@@ -39,9 +69,10 @@ def masked_whiten(
 
     Entries that are all equal come out as 0 (or unscaled when `shift_mean` is off): there is no spread to divide by.
     """
-    mean, variance = masked_mean(values, mask), masked_variance(values, mask)
-    spread = variance.sqrt()
-    scale = torch.where(spread > 1e-6 * values.where(mask, 0.0).abs().max().clamp(min=1.0), spread, torch.inf)
+    values = zero_masked(values, mask)
+    variance = masked_variance(values, mask)
+    tied = is_tied(variance.detach().sqrt(), values.detach().abs().max())
+    spread = torch.where(tied, 1.0, variance).sqrt()  # selected before the root, whose slope at 0 is infinite
     if not shift_mean:
-        return torch.where(mask, values / torch.where(scale.isinf(), 1.0, scale), 0.0)
-    return torch.where(mask, (values - mean) / scale, 0.0)
+        return values / spread
+    return zero_masked((values - masked_mean(values, mask)) / spread, mask & ~tied)

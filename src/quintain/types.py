@@ -176,16 +176,20 @@ class Rollouts:
         return mask
 
     @property
+    def loss_rows(self) -> Bool[Tensor, " batch"]:
+        """Rows with at least one token in the loss."""
+        return self.loss_mask.any(dim=1)
+
+    @property
     def lengths(self) -> Int[Tensor, " batch"]:
         """Valid completion tokens of each row, the stop token included."""
         return self.completion_mask.sum(dim=1)
 
     def count(self, unit: Unit) -> int:
         """How many units take part in the loss: tokens, sequences with such a token, or groups with such a sequence."""
-        mask = self.loss_mask
         if unit == "token":
-            return int(mask.sum())
-        rows = mask.any(dim=1)
+            return int(self.loss_mask.sum())
+        rows = self.loss_rows
         return int(rows.sum()) if unit == "sequence" else int(self.group_ids[rows].unique().numel())
 
     def select(self, rows: Sequence[int] | Tensor) -> Rollouts:
@@ -243,22 +247,26 @@ class Rollouts:
             if rows:
                 yield self.select(rows)
 
-    def split(self, max_tokens: int, keep: Unit) -> Iterator[Rollouts]:
-        """Cut into micro-batches of at most `max_tokens` padded tokens each, in row order.
+    def partition(self, max_tokens: int, keep: Unit) -> Iterator[list[int]]:
+        """Row indices of micro-batches of at most `max_tokens` padded tokens each, in row order.
 
         A single row, or a single group when `keep` is "group", that exceeds the budget goes alone.
         """
-        lengths = (self.prompt_mask.sum(dim=1).tolist(), self.lengths.tolist())
+        prompt_lengths, completion_lengths = self.prompt_mask.sum(dim=1).tolist(), self.lengths.tolist()
         rows: list[int] = []
         for block in self._blocks(keep):
             candidate = rows + block
-            padded = max(lengths[0][row] for row in candidate) + max(lengths[1][row] for row in candidate)
+            padded = max(prompt_lengths[row] for row in candidate) + max(completion_lengths[row] for row in candidate)
             if rows and padded * len(candidate) > max_tokens:
-                yield self.select(rows)
+                yield rows
                 candidate = block
             rows = candidate
         if rows:
-            yield self.select(rows)
+            yield rows
+
+    def split(self, max_tokens: int, keep: Unit) -> Iterator[Rollouts]:
+        """The micro-batches of `partition`, each trimmed to its own longest row."""
+        return (self.select(rows) for rows in self.partition(max_tokens, keep))
 
     def _blocks(self, keep: Unit) -> list[list[int]]:
         """Row indices of the smallest pieces a split may make, in order of first appearance."""

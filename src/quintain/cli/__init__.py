@@ -1,0 +1,1 @@
+"""The command. One module a subcommand; `main` is the entry point."""

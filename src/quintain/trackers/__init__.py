@@ -1,0 +1,6 @@
+"""Where a run's numbers and completions go."""
+
+from quintain.trackers.console import ConsoleTracker
+from quintain.trackers.jsonl import JsonlTracker
+
+__all__ = ["ConsoleTracker", "JsonlTracker"]

@@ -1,0 +1,126 @@
+"""Prompts that come with the package: `builtin:NAME`, with options as in `builtin:reversal?length=4`."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quintain.data.files import rows_to_dataset
+from quintain.data.options import call_with_options
+from quintain.data.stories import TEST_PROMPTS, TRAIN_PROMPTS
+from quintain.errors import ConfigError, nearest
+
+Rows = list[dict[str, Any]]
+
+SEPARATOR = ">"
+"""Ends a reversal prompt; a tokenizer for it needs this character beside those of the task."""
+
+
+def reversal(length: int = 5, characters: str = "01", size: int = 512, seed: int = 0) -> dict[str, Rows]:
+    """Token reversal: after "0110>" the answer is "0110" read backwards.
+
+    Args:
+        length: characters of a prompt before the separator, at least 1.
+        characters: the alphabet, at least two characters.
+        size: most prompts; a smaller task has all of its prompts.
+        seed: of the choice and the order.
+    """
+    alphabet = "".join(dict.fromkeys(characters))
+    if len(alphabet) < 2 or SEPARATOR in alphabet:
+        raise ConfigError(
+            f"characters of builtin:reversal must be two or more, without the separator {SEPARATOR!r}: got {characters!r}."
+        )
+    _require_positive("builtin:reversal", length=length, size=size)
+    total = len(alphabet) ** length
+    chosen = random.Random(seed).sample(range(total), min(size, total))
+    texts = (
+        "".join(alphabet[index // len(alphabet) ** place % len(alphabet)] for place in range(length))
+        for index in chosen
+    )
+    return {"train": [{"prompt": text + SEPARATOR, "answer": text[::-1]} for text in texts]}
+
+
+def stories() -> dict[str, Rows]:
+    """Requests for a sentence or two on everyday matters, plain or a little gloomy: the mood of the reply is open."""
+    return {
+        name: [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
+        for name, prompts in (("train", TRAIN_PROMPTS), ("test", TEST_PROMPTS))
+    }
+
+
+def arithmetic(level: int = 3, digits: int = 2, size: int = 512, seed: int = 0, words: bool = False) -> dict[str, Rows]:
+    """Sums as chat prompts, with the number as `answer`. No two prompts are alike and no answer is negative.
+
+    Args:
+        level: 1 addition; 2 subtraction too; 3 multiplication too. The prompts are shared out evenly.
+        digits: most digits of either number, at least 1.
+        size: most prompts; a smaller task has all of its prompts.
+        seed: of the choice and the order.
+        words: tell each sum as a small story.
+    """
+    if level not in (1, 2, 3):
+        raise ConfigError(f"level of builtin:arithmetic must be 1, 2 or 3: got {level}.")
+    _require_positive("builtin:arithmetic", digits=digits, size=size)
+    generator = random.Random(seed)
+    rows = []
+    for operation in range(level):
+        share = size // level + (operation < size % level)
+        numbers = 10**digits
+        total = numbers * (numbers + 1) // 2 if operation == 1 else numbers**2
+        for index in generator.sample(range(total), min(share, total)):
+            first, second = _ordered_pair(index) if operation == 1 else divmod(index, numbers)
+            rows.append(_sum(operation, first, second, words))
+    generator.shuffle(rows)
+    return {"train": rows}
+
+
+BUILTIN: dict[str, Callable[..., dict[str, Rows]]] = {
+    "reversal": reversal,
+    "stories": stories,
+    "arithmetic": arithmetic,
+}
+"""Rows by split, for each name after `builtin:`; the functions' parameters are the options."""
+
+
+def load_builtin(name: str, options: Mapping[str, str], reference: str) -> dict[str, Any]:
+    """The splits of a built-in dataset.
+
+    Raises:
+        ConfigError: unknown name, or an option that is unknown or out of range.
+    """
+    if name not in BUILTIN:
+        raise ConfigError(f"There is no builtin:{name}.{nearest(name, BUILTIN)} Known: {', '.join(BUILTIN)}.")
+    splits = call_with_options(BUILTIN[name], options, reference)
+    return {split: rows_to_dataset(rows, reference) for split, rows in splits.items()}
+
+
+_SYMBOLS = ("+", "-", "*")
+_STORIES = (
+    "A shelf holds {0} books and {1} more are put on it. How many books does it hold now?",
+    "A shop has {0} apples and sells {1} of them. How many apples are left?",
+    "Each of {0} boxes holds {1} pencils. How many pencils are there in all?",
+)
+
+
+def _sum(operation: int, first: int, second: int, words: bool) -> dict[str, Any]:
+    """One row; the operations are those of `_SYMBOLS`."""
+    question = (
+        _STORIES[operation].format(first, second) if words else f"What is {first} {_SYMBOLS[operation]} {second}?"
+    )
+    answer = (first + second, first - second, first * second)[operation]
+    content = f"{question} Answer with the number only."
+    return {"prompt": [{"role": "user", "content": content}], "answer": str(answer)}
+
+
+def _ordered_pair(index: int) -> tuple[int, int]:
+    """The index-th pair (a, b) with a >= b, in the order (0, 0), (1, 0), (1, 1), (2, 0), ..."""
+    first = (math.isqrt(8 * index + 1) - 1) // 2
+    return first, index - first * (first + 1) // 2
+
+
+def _require_positive(reference: str, **values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ConfigError(f"{name} of {reference} must be 1 or more: got {value}.")

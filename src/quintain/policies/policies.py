@@ -1,0 +1,146 @@
+"""Who computes with which weights: the online policy, and its slots evaluated in the same module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from quintain.policies.forward import ActorCritic
+from quintain.policies.slots import Slot, SlotName, TargetUpdate, swapped
+from quintain.types import PolicyOutputs, Rollouts, Unit
+
+
+class Policies:
+    """The online module and the slots that share it.
+
+    Args:
+        module: the trained module as it is called (wrapped by accelerate or not).
+        unwrapped: the `ActorCritic` inside `module`.
+        slots: which of "ref", "old" and "target" exist.
+        temperature: sampling temperature, applied to every policy alike; > 0.
+        micro_batch_tokens: padded tokens one forward pass may hold.
+        target_update: moves the target; needed when "target" is among the slots.
+        exact_kl_to: the slot to which the exact KL is measured, or None: always when the sampling policy is recorded,
+            and in every online pass if `exact_kl_in_loss`.
+        entropy_gradient: keep the graph through the entropy, for an entropy bonus.
+        autocast: makes the context in which forward passes run.
+        target_values: keep the value model in the target slot too, and let the target supply `values` (S16).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        unwrapped: ActorCritic,
+        *,
+        slots: Collection[SlotName],
+        temperature: float,
+        micro_batch_tokens: int,
+        target_update: TargetUpdate | None = None,
+        exact_kl_to: SlotName | None = None,
+        exact_kl_in_loss: bool = True,
+        entropy_gradient: bool = False,
+        target_values: bool = False,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.module, self.unwrapped, self.autocast = module, unwrapped, autocast
+        self.temperature, self.micro_batch_tokens = temperature, micro_batch_tokens
+        self.target_update, self.exact_kl_to, self.exact_kl_in_loss = target_update, exact_kl_to, exact_kl_in_loss
+        self.entropy_gradient, self.target_values = entropy_gradient, target_values
+        self.parameters: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in unwrapped.named_parameters() if parameter.requires_grad
+        }
+        policy = {name: value for name, value in self.parameters.items() if name.startswith("language_model.")}
+        self.slots: dict[SlotName, Slot] = {
+            name: Slot(self.parameters if name == "target" and target_values else policy) for name in slots
+        }
+
+    def online(self, rollouts: Rollouts) -> PolicyOutputs:
+        """The policy being trained, with gradient."""
+        return self._evaluate(rollouts, exact=self.exact_kl_in_loss)
+
+    @torch.no_grad()
+    def annotate(self, rollouts: Rollouts, *, old: bool, keep: Unit = "token") -> Rollouts:
+        """Add what every slot says about the sampled tokens, and the values the critic gives them.
+
+        Args:
+            old: also record the online policy's own log-probabilities, now, as those of the policy that sampled.
+            keep: what micro-batches keep whole; the loop passes the algorithm's unit, so that an update on the whole
+                rollout repeats exactly these micro-batches.
+        """
+        if "old" in self.slots:
+            self.slots["old"].copy(self.parameters)
+        recorded: dict[str, Tensor] = {}
+
+        def record(name: str, rows: list[int], values: Tensor) -> None:
+            if name not in recorded:
+                recorded[name] = torch.zeros(rollouts.completion_ids.shape, device=values.device)
+            recorded[name][rows, : values.shape[1]] = values
+
+        for rows in rollouts.partition(self.micro_batch_tokens, keep):
+            micro = rollouts.select(rows)
+            if old or self._has_values():
+                outputs = self._evaluate(micro, exact=old)
+                if old:
+                    record("old_logprobs", rows, outputs.logprobs)
+                if outputs.exact_kl is not None:
+                    record("reference_kl", rows, outputs.exact_kl)
+                if outputs.values is not None:
+                    record("values", rows, outputs.values)
+            for name in self.slots:
+                if name != "old":
+                    outputs = self._evaluate(micro, slot=name)
+                    record(f"{name}_logprobs", rows, outputs.logprobs)
+                    if name == "target" and self.target_values and outputs.values is not None:
+                        record("values", rows, outputs.values)
+        return rollouts.replace(**recorded)
+
+    def after_step(self) -> None:
+        """Move the target; called once after every optimizer step."""
+        if "target" in self.slots and self.target_update is not None:
+            self.target_update(self.slots["target"], self.parameters)
+
+    def _evaluate(self, rollouts: Rollouts, *, slot: SlotName | None = None, exact: bool = False) -> PolicyOutputs:
+        reference_logits = None
+        if exact and self.exact_kl_to is not None:
+            with torch.no_grad(), self.autocast(), swapped(self.parameters, self.slots[self.exact_kl_to]):
+                reference_logits = self.unwrapped.completion_logits(rollouts)
+        with swapped(self.parameters, self.slots[slot]) if slot is not None else nullcontext(), self.autocast():
+            outputs: PolicyOutputs = self.module(
+                rollouts,
+                self.temperature,
+                reference_logits,
+                self.entropy_gradient,
+                slot is None or (slot == "target" and self.target_values),
+            )
+        return outputs
+
+    def _has_values(self) -> bool:
+        return self.unwrapped.value_model is not None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Trainable parameters of the online policy and of every slot, under "online/..." and "SLOT/..."."""
+        state = {f"online/{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        for slot_name, slot in self.slots.items():
+            state.update({f"{slot_name}/{name}": tensor for name, tensor in slot.tensors.items()})
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned; the caller has checked that the names agree."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state[f"online/{name}"])
+        for slot_name, slot in self.slots.items():
+            slot.load_state_dict({name: state[f"{slot_name}/{name}"] for name in slot.tensors})
+
+
+def disable_dropout(module: nn.Module) -> None:
+    """Put the module in a state where two forward passes of the same tokens agree, as the ratio of policies needs.
+
+    Evaluation mode also switches off dropout that a model applies by rate instead of by layer.
+    """
+    module.eval()
+
+

@@ -1,0 +1,300 @@
+"""From a trainer's arguments to the parts of a run. Whatever can be refused is refused before the model loads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from quintain.checkpoints.state import Generators
+from quintain.configs.shared import OnlineRLConfig
+from quintain.data import PromptFormat, PromptSampler, load_dataset_reference
+from quintain.errors import ConfigError
+from quintain.kl.controllers import AdaptiveKLController, FixedKLController
+from quintain.policies.forward import ActorCritic
+from quintain.policies.loading import clear_padding_idx, ensure_pad_token, load_model, load_tokenizer
+from quintain.policies.policies import Policies
+from quintain.policies.slots import TargetUpdate
+from quintain.policies.value_head import SeparateValueModel, SharedValueHead
+from quintain.rewards import RewardPipeline
+from quintain.rollout.engine import make_engine, resolve_stop_token_ids, validate_sampling
+from quintain.trainers.optim import build_optimization
+from quintain.types import SamplingParams
+
+if TYPE_CHECKING:
+    from quintain.trainers.base import OnlineRLTrainer
+
+ENDLESS = 10**9
+"""Steps of a run that is driven by hand: no end is known, so that a falling learning rate in effect stays."""
+
+GENERATORS = ("rollout", "minibatch", "eval", "init")
+
+
+class Assembly:
+    """Builds, in this order: rewards and data checks, model and tokenizer, policies, optimizer, engine.
+
+    Every attribute is a part that the trainer takes over.
+    """
+
+    def __init__(
+        self,
+        trainer: OnlineRLTrainer,
+        *,
+        model: Any,
+        reward_funcs: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: Any,
+        reward_processing_classes: Any,
+        optimizers: tuple[Any, Any],
+        peft_config: Any,
+        ref_model: Any,
+        value_model: Any,
+    ) -> None:
+        config = self.config = trainer.config
+        if config.eval_steps and eval_dataset is None:
+            raise ConfigError(
+                f"eval_steps={config.eval_steps} asks for evaluation, but eval_dataset is missing. Pass eval_dataset, "
+                f"or leave eval_steps unset."
+            )
+        train_dataset = None if train_dataset is None else load_dataset_reference(train_dataset)
+        eval_dataset = None if eval_dataset is None else load_dataset_reference(eval_dataset)
+        self.generators = Generators(config.seed, GENERATORS)
+        self.accelerator = Accelerator(
+            mixed_precision=_mixed_precision(config.dtype),
+            log_with=list(config.report_to) or None,
+            project_dir=config.output_dir,
+        )
+        self.reward = self._rewards(reward_funcs, reward_processing_classes, train_dataset)
+        self.tokenizer = ensure_pad_token(processing_class or self._load_tokenizer(model))
+        self.prompts = self._sampler(train_dataset, shuffle=config.shuffle)
+        self.eval_prompts = self._sampler(eval_dataset, shuffle=False)
+        self.max_steps = self._max_steps(self.prompts)
+
+        self.model = self._wrap_peft(self._load_model(model), peft_config)
+        self._start_value_model(value_model if value_model is not None else getattr(config, "value_model", None), model)
+        self.policies = self._policies(trainer, ref_model)
+        self.optimizer = build_optimization(
+            config, self.policies.parameters, max_steps=self.max_steps, given=optimizers
+        )
+        self.sampling = self._sampling()
+        self.engine = make_engine(config.rollout_engine, self.model, self.tokenizer)
+
+    # ---- data and rewards ---------------------------------------------------------------------------------------
+
+    def _rewards(self, reward_funcs: Any, tokenizers: Any, dataset: Any) -> RewardPipeline | None:
+        if reward_funcs is None:
+            return None
+        config = self.config
+        return RewardPipeline(
+            reward_funcs,
+            weights=config.reward_weights,
+            columns=getattr(dataset, "column_names", None),
+            processing_classes=tokenizers,
+            on_reward_error=config.on_reward_error,
+            reward_timeout=config.reward_timeout,
+            reward_clip=config.reward_clip,
+        ).to(self.accelerator.device)
+
+    def _sampler(self, dataset: Any, *, shuffle: bool) -> PromptSampler | None:
+        if dataset is None:
+            return None
+        config, processes = self.config, self.accelerator.num_processes
+        if config.prompts_per_step % processes:
+            raise ConfigError(
+                f"prompts_per_step={config.prompts_per_step} must be a multiple of the {processes} processes. "
+                f"Use {(config.prompts_per_step // processes + 1) * processes}."
+            )
+        return PromptSampler(
+            dataset,
+            PromptFormat(
+                self.tokenizer,
+                max_prompt_length=config.max_prompt_length,
+                overlong_prompts=config.overlong_prompts,
+                chat_template_kwargs=config.chat_template_kwargs,
+                system_prompt=config.system_prompt,
+            ),
+            prompts_per_step=config.prompts_per_step,
+            shuffle=shuffle,
+            seed=config.seed,
+            rank=self.accelerator.process_index,
+            world_size=processes,
+        )
+
+    def _max_steps(self, prompts: PromptSampler | None) -> int:
+        config = self.config
+        if config.max_steps is not None:
+            return config.max_steps
+        if prompts is None or prompts.num_prompts is None:
+            if prompts is None and not 0 < config.warmup_steps < 1:
+                return ENDLESS
+            why = "a streamed dataset" if prompts else f"warmup_steps={config.warmup_steps}, a fraction, without dataset"
+            raise ConfigError(f"max_steps must be set for {why}: the number of steps is not known otherwise.")
+        return max(1, round((config.num_train_epochs or 1) * prompts.num_prompts / config.prompts_per_step))
+
+    # ---- model --------------------------------------------------------------------------------------------------
+
+    def _load_tokenizer(self, model: Any) -> Any:
+        return load_tokenizer(
+            model,
+            model_init_kwargs=self.config.model_init_kwargs,
+            trust_remote_code=self.config.trust_remote_code,
+        )
+
+    def _load_model(self, model: Any) -> Any:
+        if isinstance(model, nn.Module):
+            if self.config.model_init_kwargs:
+                raise ConfigError(
+                    "model_init_kwargs is for a model given by name, and the model is loaded already: "
+                    f"got {self.config.model_init_kwargs}. Pass one or the other."
+                )
+            return clear_padding_idx(model)
+        loaded = load_model(
+            model, model_init_kwargs=self.config.model_init_kwargs, trust_remote_code=self.config.trust_remote_code
+        )
+        return clear_padding_idx(loaded)
+
+    def _wrap_peft(self, model: Any, peft_config: Any) -> Any:
+        if peft_config is not None:
+            from peft import get_peft_model
+
+            with _seeded(self.generators["init"]):
+                model = get_peft_model(model, peft_config)
+        if self.config.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if peft_config is not None:
+                model.enable_input_require_grads()
+        return model
+
+    def _start_value_model(self, choice: Any, model: Any) -> None:
+        self.value_model: nn.Module | None = None
+        if choice is None:
+            return
+        if choice == "shared":
+            self.value_model = SharedValueHead(self.model.config.get_text_config().hidden_size)
+            return
+        source = model if choice == "separate" else choice
+        if choice == "separate" and isinstance(model, nn.Module):
+            source = model.config._name_or_path
+            if not source:
+                raise ConfigError(
+                    "value_model='separate' starts from the policy's weights, and a model that was passed in loaded has "
+                    "no name to load them from. Pass value_model as a sequence-classification model, or use 'shared'."
+                )
+        with _seeded(self.generators["init"]):
+            classifier = load_model(
+                source,
+                model_init_kwargs=None if isinstance(source, nn.Module) else self.config.model_init_kwargs,
+                trust_remote_code=self.config.trust_remote_code,
+                head="sequence_classification",
+            )
+        if choice == "separate":
+            nn.init.zeros_(classifier.score.weight)  # as the shared head: the critic's first word is 0
+        self.value_model = SeparateValueModel(clear_padding_idx(classifier))
+
+    def _policies(self, trainer: OnlineRLTrainer, ref_model: Any) -> Policies:
+        config = self.config
+        module = ActorCritic(self.model, self.value_model).to(self.accelerator.device)
+        # Dropout off, also where a model applies it by rate: two passes over the same tokens must agree.
+        module.train(config.gradient_checkpointing)
+        if config.gradient_checkpointing:
+            _zero_dropout(module)
+        exact = config.kl_estimator == "exact" and config.kl_weight > 0
+        trainer.kl_controller = self.kl_controller = _kl_controller(config)  # `slots` may ask for the coefficient
+        slots = set(trainer.slots)
+        if "old" in slots and not exact:
+            slots.discard("old")  # its recorded log-probabilities are all that is read of it
+        policies = Policies(
+            self.accelerator.prepare(module),
+            module,
+            slots=slots,  # type: ignore[arg-type]
+            temperature=config.temperature,
+            micro_batch_tokens=config.micro_batch_tokens,
+            target_update=TargetUpdate(
+                decay=config.ema_decay if config.target_update == "ema" else None, every=config.target_update_every
+            ),
+            exact_kl_to=config.reference_slot if exact else None,  # type: ignore[arg-type]
+            exact_kl_in_loss=trainer.kl_loss_coef > 0,
+            entropy_gradient=config.entropy_coef != 0,
+            target_values=getattr(config, "target_values", False),
+            autocast=self.accelerator.autocast,
+        )
+        if ref_model is not None and "ref" in slots:
+            _copy_reference(policies, ref_model, self.config)
+        return policies
+
+    def _sampling(self) -> SamplingParams:
+        config = self.config
+        sampling = SamplingParams(
+            num_generations=config.num_generations,
+            max_completion_length=config.max_completion_length,
+            min_completion_length=config.min_completion_length,
+            stop_token_ids=tuple(resolve_stop_token_ids(self.tokenizer, self.model, config.stop_token_ids)),
+            pad_token_id=self.tokenizer.pad_token_id,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            repetition_penalty=config.repetition_penalty,
+            stop_strings=tuple(config.stop_strings),
+        )
+        validate_sampling(sampling)
+        return sampling
+
+
+def _kl_controller(config: OnlineRLConfig) -> FixedKLController | AdaptiveKLController:
+    """The coefficient that the algorithm's first KL weight starts from."""
+    start = float(getattr(config, config.kl_weights[0])) if config.kl_weights else 0.0
+    if config.kl_control == "adaptive":
+        return AdaptiveKLController(start, target=config.target_kl, horizon=config.kl_horizon)
+    return FixedKLController(start)
+
+
+def _mixed_precision(dtype: str) -> str:
+    if dtype == "auto":
+        dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
+    return {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[dtype]
+
+
+def _zero_dropout(module: nn.Module) -> None:
+    """Training mode, which gradient checkpointing asks for, without its dropout."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        for name in ("attention_dropout", "dropout", "dropout_p"):
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
+
+
+def _copy_reference(policies: Policies, ref_model: Any, config: OnlineRLConfig) -> None:
+    """Make the ref slot another model of the same architecture."""
+    if not isinstance(ref_model, nn.Module):
+        ref_model = load_model(
+            ref_model, model_init_kwargs=config.model_init_kwargs, trust_remote_code=config.trust_remote_code
+        )
+    weights = {f"language_model.{name}": value for name, value in ref_model.named_parameters()}
+    slot = policies.slots["ref"]
+    missing = [name for name, value in slot.tensors.items() if name not in weights or weights[name].shape != value.shape]
+    if missing:
+        raise ConfigError(
+            f"ref_model must have the policy's trainable parameters: it lacks {missing[0]} of the same shape "
+            f"({len(missing)} in all). Pass a model of the same architecture, or leave ref_model out."
+        )
+    slot.load_state_dict({name: weights[name].detach() for name in slot.tensors})
+
+
+class _seeded:
+    """Make the global generator follow one of ours for a while: libraries draw initial weights from the global one."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.seed = int(torch.randint(2**31, (1,), generator=generator))
+        self.fork = torch.random.fork_rng(devices=[])
+
+    def __enter__(self) -> None:
+        self.fork.__enter__()
+        torch.manual_seed(self.seed)
+
+    def __exit__(self, *error: Any) -> None:
+        self.fork.__exit__(*error)

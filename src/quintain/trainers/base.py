@@ -1,0 +1,299 @@
+"""The loop. `run_step` and `fit` are one training step, top to bottom; an algorithm fills in `estimate` and `loss`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quintain.configs.shared import OnlineRLConfig
+from quintain.errors import ConfigError, RolloutError
+from quintain.kl.estimators import ESTIMATORS
+from quintain.masking import masked_sum
+from quintain.monitor.statistics import StepStatistics, reward_statistics, rollout_statistics
+from quintain.rollout.engine import build_rollouts
+from quintain.trainers.assembly import Assembly
+from quintain.trainers.first_update import FirstUpdateCheck
+from quintain.trainers.manual import ManualLoop
+from quintain.trainers.run import Run
+from quintain.types import LossOutput, LossTerm, PolicyOutputs, Prompts, Rollouts, SamplingParams, Unit
+
+
+class OnlineRLTrainer(ManualLoop):
+    """Sample completions, score them, move the policy.
+
+    A named trainer is a subclass that says how rewards become a training signal (`estimate`) and what the loss is
+    (`loss`). It owns no loop, device, data or checkpoint.
+
+    Args:
+        model: Hub id, folder, .gguf file, "pkg:..." or "scratch:..." reference, or a loaded causal language model.
+        reward_funcs: a callable, a reward-model id or module, or a list of these.
+        args: the algorithm's config; its defaults when omitted.
+        train_dataset: a `datasets` dataset or a list of dicts, with a "prompt" column of text or chat messages.
+        eval_dataset: likewise; needed when `eval_steps` is set.
+        processing_class: the tokenizer; found from the model when omitted.
+        reward_processing_classes: tokenizers of reward models, in the order of `reward_funcs`.
+        callbacks: objects with the methods of `transformers.TrainerCallback`.
+        optimizers: an optimizer and a schedule to use instead of those the config describes.
+        peft_config: a PEFT configuration; the model is wrapped and only the adapter is trained.
+    Raises:
+        ConfigError, DataError: settings or data that cannot work, before the model is loaded where possible.
+    """
+
+    config_class: ClassVar[type[OnlineRLConfig]] = OnlineRLConfig
+    unit: Unit = "token"
+    """What a split into mini-batches and micro-batches keeps whole."""
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: OnlineRLConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        *,
+        ref_model: Any = None,
+        value_model: Any = None,
+    ) -> None:
+        self.args = self.config = self.config_class() if args is None else args
+        if not isinstance(self.config, self.config_class):
+            raise ConfigError(
+                f"{type(self).__name__} takes args of type {self.config_class.__name__}: "
+                f"got {type(self.config).__name__}."
+            )
+        parts = Assembly(
+            self,
+            model=model,
+            reward_funcs=reward_funcs,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            ref_model=ref_model,
+            value_model=value_model,
+        )
+        self.accelerator = parts.accelerator
+        self.model, self.processing_class = parts.model, parts.tokenizer
+        self.sampling: SamplingParams = parts.sampling
+        self.prompts, self.engine, self.reward = parts.prompts, parts.engine, parts.reward
+        self.policies, self.optimizer = parts.policies, parts.optimizer
+        self.generators, self.kl_controller = parts.generators, parts.kl_controller
+        self.eval_prompts = parts.eval_prompts
+        self.max_steps = parts.max_steps
+        self.first_update = FirstUpdateCheck(self.engine, self.config.dtype)
+        self.run = Run(self, list(callbacks or []))
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from: str | Path | None = None) -> None:
+        """Run `max_steps` training steps, then save the policy to `output_dir/model`.
+
+        Args:
+            resume_from: a run's folder, or one of its checkpoints; training goes on as if it had never stopped.
+        """
+        with self.run.session(resume_from):
+            while self.run.step < self.max_steps and not self.run.stopping:
+                self.run.finish_step(self.run_step())
+
+    def run_step(self) -> StepStatistics:
+        """Sample, score, fit: one step of training."""
+        statistics = StepStatistics()
+        with statistics.timed("rollout"):
+            rollouts = self.generate_rollouts()
+        with statistics.timed("reward"):
+            rollouts = self.score(rollouts)
+        return self.fit(rollouts, statistics)
+
+    def fit(self, rollouts: Rollouts, statistics: StepStatistics | None = None) -> StepStatistics:
+        """Turn scored rollouts into updates. `step(queries, responses, scores)`, the manual way in, ends here too."""
+        statistics = statistics or StepStatistics()
+        with statistics.timed("annotate"):
+            rollouts = self.policies.annotate(rollouts, old=self.records_old_logprobs, keep=self.unit)
+            rollouts = self.estimate(rollouts)
+        with statistics.timed("fit"):
+            for minibatch in self.minibatches(rollouts, statistics):
+                self.train_minibatch(minibatch, statistics)
+        return self.describe(rollouts, statistics)
+
+    def train_minibatch(self, minibatch: Rollouts, statistics: StepStatistics) -> None:
+        """One optimizer step: losses are sums over micro-batches, divided here by the mini-batch's counts."""
+        counts = {unit: self.sum_over_processes(minibatch.count(unit)) for unit in ("token", "sequence", "group")}
+        losses: dict[str, float] = {}
+        for micro in minibatch.split(self.config.micro_batch_tokens, self.unit):
+            outputs = self.policies.online(micro)
+            micro = self.with_old_logprobs(micro, outputs)
+            loss = self.loss(outputs, micro)
+            terms = {**loss.terms, **self.regularisers(outputs, micro)}
+            means = {name: term.total / max(counts[term.unit], 1) for name, term in terms.items()}
+            # Data-parallel training averages gradients over processes; the counts are already those of all of them.
+            self.accelerator.backward(torch.stack(list(means.values())).sum() * self.accelerator.num_processes)
+            losses = {name: losses.get(name, 0.0) + float(mean.detach()) for name, mean in means.items()}
+            statistics.observe_policy(outputs, micro)
+            statistics.add(loss)
+        statistics.add_losses(losses, grad_norm=self.optimizer.step())
+        self.first_update.disarm()
+        self.maybe_update_target()
+
+    def maybe_update_target(self) -> None:
+        """Move the target policy; called once after every optimizer step."""
+        self.policies.after_step()
+
+    # ---- what an algorithm fills in -------------------------------------------------------------------------------
+
+    def estimate(self, rollouts: Rollouts) -> Rollouts:
+        """Turn rewards into a training signal: advantages, or whatever `loss` reads. Runs once a rollout."""
+        raise NotImplementedError(f"{type(self).__name__} must define estimate(rollouts)")
+
+    def loss(self, outputs: PolicyOutputs, rollouts: Rollouts) -> LossOutput:
+        """The loss of one micro-batch as sums, each naming the unit it will be averaged over."""
+        raise NotImplementedError(f"{type(self).__name__} must define loss(outputs, rollouts)")
+
+    @property
+    def kl_loss_coef(self) -> float:
+        """Weight of KL to the reference policy as a term of the loss."""
+        return self.kl_coef
+
+    @property
+    def kl_reward_coef(self) -> float:
+        """Weight of KL to the reference policy as a part of the reward, for algorithms whose `estimate` subtracts it."""
+        return 0.0
+
+    @property
+    def slots(self) -> set[str]:
+        """Which policies besides the online one exist in this run, of "ref", "old" and "target"."""
+        slots = {"target"} if self.config.use_target_policy else set()
+        if self.config.kl_weight > 0:
+            slots.add(self.config.reference_slot)
+        return slots
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether `estimate` needs the sampling policy's log-probabilities (the loss always has them)."""
+        return self.kl_reward_coef > 0
+
+    def aggregate(self, per_token: Tensor, rollouts: Rollouts) -> LossTerm:
+        """How per-token losses become a term: by default their sum, to be averaged over tokens."""
+        return LossTerm(masked_sum(per_token, rollouts.loss_mask), "token")
+
+    # ---- shared pieces --------------------------------------------------------------------------------------------
+
+    def generate_rollouts(self) -> Rollouts:
+        """Draw the next prompts and complete each `num_generations` times."""
+        return self.complete(self.prompts.next_batch(), self.sampling, self.generators["rollout"])
+
+    def complete(self, prompts: Prompts, sampling: SamplingParams, generator: torch.Generator) -> Rollouts:
+        """Sample completions of the given prompts from the online policy."""
+        samples = self.engine.generate(prompts.token_ids, sampling, generator)
+        rollouts = build_rollouts(prompts, samples, self.processing_class, sampling.num_generations)
+        return rollouts.to(self.accelerator.device)
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """Ask the reward functions, and apply the penalties that do not depend on text."""
+        output = self.reward.score(rollouts, self.run.state)
+        return rollouts.replace(
+            rewards=self.penalise(output.rewards, rollouts),
+            scored=output.scored,
+            token_rewards=output.token_rewards,
+            reward_output=output,
+            excluded=~rollouts.stopped if self.config.mask_truncated_completions else None,
+        )
+
+    def penalise(self, rewards: Tensor, rollouts: Rollouts) -> Tensor:
+        """`missing_eos_penalty` for cut-off completions and `length_penalty` in proportion to length."""
+        config = self.config
+        if config.missing_eos_penalty:
+            rewards = rewards - config.missing_eos_penalty * (~rollouts.stopped).to(rewards.dtype)
+        if config.length_penalty:
+            rewards = rewards - config.length_penalty * rollouts.lengths / config.max_completion_length
+        return rewards
+
+    @property
+    def kl_coef(self) -> float:
+        """The KL coefficient now in force."""
+        return self.kl_controller.value
+
+    @property
+    def records_old_logprobs(self) -> bool:
+        """A rollout used for one update needs no separate pass: the update's own forward pass is the old policy's."""
+        return self.config.num_epochs * self.config.num_mini_batches > 1 or self.reads_old_logprobs
+
+    def with_old_logprobs(self, rollouts: Rollouts, outputs: PolicyOutputs) -> Rollouts:
+        """Fill in the old log-probabilities where the policy has not moved since it sampled."""
+        if rollouts.old_logprobs is None:
+            rollouts = rollouts.replace(old_logprobs=outputs.logprobs.detach().clone())
+        self.first_update.observe(outputs, rollouts)
+        return rollouts
+
+    def minibatches(self, rollouts: Rollouts, statistics: StepStatistics):  # type: ignore[no-untyped-def]
+        """The mini-batches of every epoch; `stop_kl` ends the epochs once the policy has moved that far."""
+        self.first_update.arm()
+        for epoch in range(self.config.num_epochs):
+            if epoch and self.config.stop_kl and statistics.mean("kl") > self.config.stop_kl:
+                statistics.set(epochs_skipped=self.config.num_epochs - epoch)
+                return
+            yield from rollouts.minibatches(self.config.num_mini_batches, self.unit, self.generators["minibatch"])
+
+    def regularisers(self, outputs: PolicyOutputs, rollouts: Rollouts) -> dict[str, LossTerm]:
+        """Terms any algorithm may have: KL to the reference policy, and an entropy bonus."""
+        terms = {}
+        if self.kl_loss_coef > 0:
+            terms["kl"] = self.weighted(self.kl_loss_coef, self.aggregate(self.kl_to_reference(outputs, rollouts), rollouts))
+        if self.config.entropy_coef:
+            terms["entropy"] = self.weighted(-self.config.entropy_coef, self.aggregate(outputs.entropy, rollouts))
+        return terms
+
+    def kl_to_reference(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
+        """Per-token KL of the online policy to the reference slot, by `kl_estimator`; 0 outside the mask."""
+        if outputs.exact_kl is not None:
+            return outputs.exact_kl
+        return ESTIMATORS[self.config.kl_estimator](outputs.logprobs - self.reference_logprobs(rollouts))
+
+    def reference_logprobs(self, rollouts: Rollouts) -> Tensor:
+        """Log-probabilities under the policy that KL is measured against."""
+        slot = self.config.reference_slot
+        found = getattr(rollouts, f"{slot}_logprobs")
+        if found is None:
+            raise RolloutError(f"the rollouts carry no {slot}_logprobs: policies.annotate did not run on them")
+        return found
+
+    def sum_over_processes(self, count: int) -> int:
+        """A count over all data-parallel processes."""
+        if self.accelerator.num_processes == 1:
+            return count
+        return int(self.accelerator.reduce(torch.tensor(count, device=self.accelerator.device)))
+
+    @staticmethod
+    def weighted(coefficient: float, term: LossTerm) -> LossTerm:
+        return LossTerm(coefficient * term.total, term.unit)
+
+    def describe(self, rollouts: Rollouts, statistics: StepStatistics) -> StepStatistics:
+        """Add the numbers of the rollout itself, and let the KL controller see the step."""
+        assert rollouts.rewards is not None and rollouts.scored is not None
+        statistics.update(reward_statistics(rollouts))
+        statistics.update(rollout_statistics(rollouts, self.config.max_completion_length))
+        statistics.update(rollouts.statistics)
+        statistics.update(self.optimizer.learning_rates())
+        statistics.set(kl_coef=self.kl_coef)
+        statistics.rollouts = rollouts
+        self.update_kl_coefficient(rollouts, statistics)
+        return statistics
+
+    def update_kl_coefficient(self, rollouts: Rollouts, statistics: StepStatistics) -> None:
+        """Let an adaptive controller see the KL a completion of this step, in nats."""
+        name = {"ref": "ref_kl", "target": "target_kl_gap", "old": "kl"}[self.config.reference_slot]
+        per_token = statistics.mean(name)
+        if per_token is not None:
+            self.kl_controller.update(per_token * float(rollouts.lengths.float().mean()), len(rollouts))
+
+
+OnlineRLTrainerBase = OnlineRLTrainer

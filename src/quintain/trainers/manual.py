@@ -1,0 +1,127 @@
+"""The manual way in, for people with their own environment loop: `generate`, `step`, `log_training_stats`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quintain.errors import ConfigError, RewardError
+from quintain.rollout.engine import rollouts_from_tokens, validate_sampling
+
+if TYPE_CHECKING:
+    from quintain.monitor.statistics import StepStatistics
+    from quintain.trainers.base import OnlineRLTrainer
+
+Tokens = Sequence[int] | Tensor
+
+ALIASES = {"mean_reward": "reward", "clip_frac": "clip_fraction", "value_loss": "loss/value"}
+"""Short keys of `step`'s result, and the metrics they stand for."""
+
+GENERATION_NAMES = {"max_new_tokens": "max_completion_length", "min_new_tokens": "min_completion_length"}
+
+
+class ManualLoop:
+    """Methods of `OnlineRLTrainer` that let the caller own the loop."""
+
+    def generate(self: OnlineRLTrainer, queries: Sequence[Tokens | str], **generation_kwargs: Any) -> list[Tensor]:  # type: ignore[misc]
+        """Sample one completion of each query from the online policy.
+
+        Args:
+            queries: token ids or texts, of any lengths.
+            generation_kwargs: fields of `SamplingParams` to change for this call, such as `temperature`,
+                `max_completion_length` (or `max_new_tokens`), `top_k`.
+        Returns:
+            The completion's token ids for each query, the stop token included.
+        """
+        settings = {GENERATION_NAMES.get(name, name): value for name, value in generation_kwargs.items()}
+        known = type(self.sampling).__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"generate() takes {', '.join(known)}: got {name!r}.")
+        sampling = replace(self.sampling, **{"num_generations": 1, **settings})
+        validate_sampling(sampling)
+        samples = self.engine.generate(self._token_ids(queries), sampling, self.generators["rollout"])
+        return [ids[mask] for ids, mask in zip(samples.completion_ids, samples.completion_mask)]
+
+    def step(  # type: ignore[misc]
+        self: OnlineRLTrainer,
+        queries: Sequence[Tokens | str],
+        responses: Sequence[Tokens | str],
+        scores: Sequence[float] | Tensor,
+        *,
+        group_ids: Sequence[int] | Tensor | None = None,
+        sampling_logprobs: Sequence[Sequence[float] | Tensor] | None = None,
+    ) -> dict[str, float]:
+        """Learn from completions that were sampled and scored elsewhere; the same updates as one step of `train()`.
+
+        Args:
+            queries, responses: token ids or texts, one of each a completion; responses include their stop token.
+            scores: one number a completion.
+            group_ids: equal for completions of one prompt; by default, queries with the same tokens form a group.
+            sampling_logprobs: of the response tokens under the policy that sampled, if known; in nats.
+        Returns:
+            The metrics of the step, with `mean_reward`, `clip_frac` and `value_loss` beside their full names.
+        """
+        query_ids = self._token_ids(queries)
+        rollouts = rollouts_from_tokens(
+            query_ids,
+            self._token_ids(responses),
+            self.processing_class,
+            stop_token_ids=self.sampling.stop_token_ids,
+            sampling_logprobs=sampling_logprobs,
+        )
+        rewards = torch.as_tensor([float(score) for score in scores], dtype=torch.float32)
+        if len(rewards) != len(rollouts) or not bool(torch.isfinite(rewards).all()):
+            raise RewardError(
+                f"scores must be {len(rollouts)} finite numbers, one for each response: got {len(rewards)}, "
+                f"{int((~torch.isfinite(rewards)).sum())} of them not finite. No weight was changed."
+            )
+        if group_ids is None:
+            numbers: dict[tuple[int, ...], int] = {}
+            group_ids = [numbers.setdefault(tuple(ids), len(numbers)) for ids in query_ids]
+        rollouts = rollouts.replace(
+            group_ids=torch.as_tensor(group_ids, dtype=torch.long),
+            rewards=self.penalise(rewards, rollouts),
+            scored=torch.ones(len(rollouts), dtype=torch.bool),
+            excluded=~rollouts.stopped if self.config.mask_truncated_completions else None,
+        ).to(self.accelerator.device)
+        return self._row(self.fit(rollouts))
+
+    def log_stats(self, stats: Mapping[str, float], *_ignored: Any) -> None:
+        """Print a step's main numbers, as `log_training_stats`."""
+        log_training_stats(stats)
+
+    def _row(self: OnlineRLTrainer, statistics: StepStatistics) -> dict[str, float]:  # type: ignore[misc]
+        self.run.counter.step += 1
+        self.optimizer.next_rate()
+        row = {"step": self.run.step, **statistics.result()}
+        return {**row, **{short: row[full] for short, full in ALIASES.items() if full in row}}
+
+    def _token_ids(self: OnlineRLTrainer, items: Sequence[Tokens | str]) -> list[list[int]]:  # type: ignore[misc]
+        ids = []
+        for item in items:
+            if isinstance(item, str):
+                ids.append(list(self.processing_class(item, add_special_tokens=False)["input_ids"]))
+            else:
+                ids.append([int(token) for token in item])
+        return ids
+
+
+def log_training_stats(stats: Mapping[str, float]) -> None:
+    """Print step, mean reward, KL, clip fraction and value loss of one step, those that are there, on one line."""
+    shown = []
+    for label, names, form in (
+        ("step", ("step",), "{:.0f}"),
+        ("mean reward", ("mean_reward", "reward"), "{:.4f}"),
+        ("KL", ("kl",), "{:.5f}"),
+        ("clip fraction", ("clip_frac", "clip_fraction"), "{:.1%}"),
+        ("value loss", ("value_loss", "loss/value"), "{:.4f}"),
+    ):
+        found = next((stats[name] for name in names if name in stats), None)
+        if found is not None:
+            shown.append(f"{label} {form.format(found)}")
+    print("  ".join(shown))

@@ -1,0 +1,53 @@
+"""RLOO: the whole completion is one action, its baseline the mean reward of the group's others, KL in the reward."""
+
+from __future__ import annotations
+
+from quintain.advantages.group import leave_one_out
+from quintain.configs.algorithms import RLOOConfig
+from quintain.kl.estimators import ESTIMATORS
+from quintain.masking import masked_row_sum, masked_sum, masked_whiten
+from quintain.objectives.clip import clipped_surrogate_from_ratio, clipped_tokens, summed_sequence_ratio
+from quintain.trainers.base import OnlineRLTrainer
+from quintain.types import LossOutput, LossTerm, PolicyOutputs, Rollouts
+
+
+class RLOOTrainer(OnlineRLTrainer):
+    """REINFORCE Leave-One-Out (Ahmadian et al. 2024, arXiv:2402.14740), clipped at the sequence level."""
+
+    config_class = RLOOConfig
+    config: RLOOConfig
+    unit = "sequence"
+
+    @property
+    def kl_loss_coef(self) -> float:
+        return 0.0
+
+    @property
+    def kl_reward_coef(self) -> float:
+        return self.kl_coef
+
+    def estimate(self, rollouts: Rollouts) -> Rollouts:
+        """Reward less KL over the completion, less the same of the group's other completions on average."""
+        rewards = rollouts.rewards
+        if self.kl_reward_coef > 0:
+            kl = rollouts.reference_kl
+            if kl is None:
+                log_ratio = rollouts.old_logprobs - self.reference_logprobs(rollouts)
+                kl = ESTIMATORS[self.config.kl_estimator](log_ratio)
+            rewards = rewards - self.kl_reward_coef * masked_row_sum(kl, rollouts.completion_mask)
+        advantages = leave_one_out(rewards, rollouts.group_ids, rollouts.scored)
+        if self.config.normalize_advantages:
+            advantages = masked_whiten(advantages, rollouts.scored)
+        return rollouts.replace(advantages=advantages[:, None].expand(rollouts.completion_ids.shape))
+
+    def loss(self, outputs: PolicyOutputs, rollouts: Rollouts) -> LossOutput:
+        """Clipped surrogate of each completion's own probability ratio, averaged over completions."""
+        rows, advantages = rollouts.loss_rows, rollouts.advantages[:, 0]
+        ratio = summed_sequence_ratio(outputs.logprobs, rollouts.old_logprobs, rollouts.loss_mask)
+        bounds = {"clip_range": self.config.epsilon, "clip_range_high": self.config.epsilon_high}
+        per_sequence = clipped_surrogate_from_ratio(ratio, advantages, **bounds)
+        clipped = clipped_tokens(ratio, advantages, **bounds).to(ratio.dtype)
+        return LossOutput(
+            {"policy": LossTerm(masked_sum(per_sequence, rows), "sequence")},
+            means={"clip_fraction": (masked_sum(clipped, rows), rows.sum())},
+        )

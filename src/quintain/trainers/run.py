@@ -1,0 +1,306 @@
+"""What surrounds the loop: the run's folder, numbers going out, evaluation, checkpoints, interruption. Nothing in here
+reaches into a step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quintain.checkpoints.state import Stateful
+from quintain.checkpoints.store import latest_checkpoint, load_checkpoint, save_checkpoint
+from quintain.configs.runfolder import set_aside_run, write_config
+from quintain.errors import ConfigError, RolloutError
+from quintain.monitor.health import Doctor
+from quintain.monitor.statistics import StepStatistics
+from quintain.report.render import write_report
+from quintain.trackers import ConsoleTracker, JsonlTracker
+from quintain.trainers.callbacks import Callbacks
+from quintain.trainers.evaluation import evaluate
+from quintain.trainers.export import save_policy, save_value_model
+
+if TYPE_CHECKING:
+    from quintain.trainers.base import OnlineRLTrainer
+
+MAX_NONFINITE_STEPS = 3
+"""Optimizer steps in a row without a finite gradient after which a run stops."""
+
+_log = logging.getLogger(__name__)
+
+
+class Counter:
+    """How far the run is."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.best: float | None = None
+        self.seconds = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class Run:
+    """One run of a trainer, from its folder's first file to its report."""
+
+    def __init__(self, trainer: OnlineRLTrainer, callbacks: Sequence[Any]) -> None:
+        self.trainer, self.config = trainer, trainer.config
+        self.folder = Path(self.config.output_dir)
+        self.counter = Counter()
+        self.callbacks = Callbacks(callbacks, self.config, trainer.max_steps)
+        self.doctor = Doctor(self.config.to_dict())
+        self.settings: dict[str, Any] = {"algorithm": type(trainer).__name__, **self.config.to_dict()}
+        """What goes into config.yaml; the command replaces it by the whole recipe."""
+        self.stopping = False
+        self._nonfinite = 0
+        self._saved_at = -1
+        self._trackers: list[Any] = []
+        self._step_started = 0.0
+
+    @property
+    def step(self) -> int:
+        """Training steps finished."""
+        return self.counter.step
+
+    @property
+    def state(self) -> Any:
+        """What callbacks and reward functions see of the run: a `transformers.TrainerState`."""
+        return self.callbacks.state
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """Everything that decides the run's future, by the name it has in a checkpoint."""
+        trainer = self.trainer
+        parts: dict[str, Any] = {
+            "policies": trainer.policies,
+            "optimizer": trainer.optimizer,
+            "target_update": trainer.policies.target_update,
+            "kl_controller": trainer.kl_controller,
+            "prompts": trainer.prompts,
+            "generators": trainer.generators,
+            "doctor": self.doctor,
+            "counter": self.counter,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    # ---- around the loop ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def session(self, resume_from: str | Path | None = None) -> Iterator[None]:
+        """Open the run's folder and trackers, restore a checkpoint if asked to, and on leaving save what was learnt.
+
+        The first Ctrl-C ends the run after the step in progress, with a checkpoint; a second one ends it at once.
+        """
+        self._require_data()
+        self.stopping = False
+        checkpoint = _find_checkpoint(resume_from)
+        if checkpoint is not None:
+            load_checkpoint(checkpoint, self.parts)
+            _log.info("resumed from %s", checkpoint)
+        if self.is_main:
+            if checkpoint is None and (earlier := set_aside_run(self.folder)) is not None:
+                print(f"note: the run that was in {self.folder} is now in {earlier}.", file=sys.stderr)
+            write_config(self.folder, self.settings)
+        self._open_trackers()
+        self.callbacks.begin(self.step)
+        self._step_started = time.perf_counter()
+        try:
+            with self._ctrl_c():
+                yield
+            self._finish()
+        finally:
+            self._close_trackers()
+
+    def finish_step(self, statistics: StepStatistics) -> None:
+        """Count the step, and tell everyone who wants to know."""
+        self.counter.step += 1
+        row = {"step": self.step, **statistics.result(), **self._timing(statistics)}
+        self._watch_for_nonfinite(row)
+        self.trainer.optimizer.next_rate()
+        if self.config.eval_steps and self.step % self.config.eval_steps == 0:
+            row.update(evaluate(self.trainer))
+        findings = self.doctor.observe(row)
+        self.callbacks.step_end(self.step, row)
+        if self.is_main:
+            self._write(row, statistics, findings)
+        if any(finding.action == "stop" for finding in findings) or self.callbacks.control.should_training_stop:
+            self.stopping = True
+        checkpoint_wanted = any(finding.action == "checkpoint" for finding in findings)
+        due = self.config.save_steps and self.step % self.config.save_steps == 0
+        if due or checkpoint_wanted or self.callbacks.control.should_save:
+            self.save_checkpoint()
+        self._step_started = time.perf_counter()
+
+    def save_checkpoint(self) -> Path:
+        """Write a checkpoint of this moment, unless this step already has one, and return its folder."""
+        path = self.folder / "checkpoints" / f"step-{self.step:06d}"
+        if self._saved_at != self.step and self.is_main:
+            path = save_checkpoint(
+                self.folder / "checkpoints", self.step, self.parts, keep=self.config.save_total_limit
+            )
+            self.callbacks.saved(self.step)
+        self._saved_at = self.step
+        self.trainer.accelerator.wait_for_everyone()
+        return path
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_main(self) -> bool:
+        return bool(self.trainer.accelerator.is_main_process)
+
+    def _require_data(self) -> None:
+        for name, part in (("train_dataset", self.trainer.prompts), ("reward_funcs", self.trainer.reward)):
+            if part is None:
+                raise ConfigError(
+                    f"train() needs {name}, which was not given. Pass {name} to the trainer, or drive it yourself with "
+                    f"step(queries, responses, scores)."
+                )
+
+    def _timing(self, statistics: StepStatistics) -> dict[str, float]:
+        seconds = time.perf_counter() - self._step_started
+        self.counter.seconds += seconds
+        tokens = int(statistics.rollouts.completion_mask.sum()) if statistics.rollouts is not None else 0
+        return {
+            "time/step": seconds,
+            "tokens_per_second": tokens * self.trainer.accelerator.num_processes / max(seconds, 1e-9),
+            "memory_peak_gb": peak_memory_gb(),
+        }
+
+    def _watch_for_nonfinite(self, row: dict[str, float]) -> None:
+        self._nonfinite = 0 if math.isfinite(row["grad_norm"]) else self._nonfinite + 1
+        if self._nonfinite >= MAX_NONFINITE_STEPS:
+            raise RolloutError(
+                f"the gradient was not finite in {self._nonfinite} steps in a row (step {self.step}); these steps "
+                f"changed no weight. Lower learning_rate, or look for extreme rewards or log-probabilities in "
+                f"{self.folder / 'metrics.jsonl'}."
+            )
+
+    def _write(self, row: dict[str, float], statistics: StepStatistics, findings: Sequence[Any]) -> None:
+        completions = completion_rows(self.step, statistics) if self.config.log_completions else []
+        shown = self.step % self.config.logging_steps == 0 or self.step in (1, self.trainer.max_steps)
+        for tracker in self._trackers:
+            if shown or isinstance(tracker, JsonlTracker):
+                tracker.log(self.step, row)
+                tracker.log_completions(completions)
+            tracker.log_findings([asdict(finding) for finding in findings])
+        if self.config.report_to and shown:
+            self.trainer.accelerator.log(row, step=self.step)
+
+    def _open_trackers(self) -> None:
+        if not self.is_main:
+            return
+        self._trackers = [
+            JsonlTracker(self.folder, start_step=self.step),
+            ConsoleTracker(self.trainer.max_steps, start_step=self.step),
+        ]
+        if self.config.report_to:
+            name = self.config.run_name or self.folder.name
+            plain = {key: value for key, value in self.config.to_dict().items() if isinstance(value, int | float | str)}
+            self.trainer.accelerator.init_trackers(name, config=plain)
+
+    def _close_trackers(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+        if self.config.report_to:
+            self.trainer.accelerator.end_training()
+
+    def _finish(self) -> None:
+        interrupted = self.step < self.trainer.max_steps
+        if interrupted or self.config.save_steps:
+            checkpoint = self.save_checkpoint()
+        if self.is_main and not interrupted:
+            save_policy(self.trainer, self.folder / "model")
+            save_value_model(self.trainer, self.folder / "value_model")
+        self._close_trackers()
+        if self.is_main:
+            write_report([self.folder])  # after the trackers have written their last line
+            if interrupted:
+                print(
+                    f"Stopped after step {self.step} of {self.trainer.max_steps}; checkpoint in {checkpoint}.\n"
+                    f"Go on with: quintain train --resume {self.folder}",
+                    file=sys.stderr,
+                )
+        self.callbacks.end(self.step)
+
+    @contextmanager
+    def _ctrl_c(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop_after_step(_signal: int, _frame: Any) -> None:
+            signal.signal(signal.SIGINT, previous)
+            self.stopping = True
+            print("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.", file=sys.stderr)
+
+        previous = signal.signal(signal.SIGINT, stop_after_step)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+def completion_rows(step: int, statistics: StepStatistics) -> list[dict[str, Any]]:
+    """One row a completion: step, prompt, completion, every reward, and its advantage or target weight."""
+    rollouts = statistics.rollouts
+    if rollouts is None or rollouts.rewards is None:
+        return []
+    output = rollouts.reward_output
+    rows = []
+    for index, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions)):
+        row: dict[str, Any] = {
+            "step": step,
+            "prompt": prompt,
+            "completion": completion,
+            "reward": float(rollouts.rewards[index]) if bool(rollouts.scored[index]) else None,  # type: ignore[index]
+            "rewards": {name: _number(values[index]) for name, values in output.components.items()} if output else {},
+            "length": int(rollouts.lengths[index]),
+            "stopped": bool(rollouts.stopped[index]),
+        }
+        if rollouts.target_weights is not None:
+            row["target_weight"] = float(rollouts.target_weights[index])
+        if rollouts.advantages is not None:
+            mask = rollouts.completion_mask[index]
+            row["advantage"] = float(rollouts.advantages[index][mask].mean()) if bool(mask.any()) else 0.0
+        row.update({name: values[index] for name, values in output.extra.items()} if output else {})
+        rows.append(row)
+    return rows
+
+
+def _number(value: Any) -> float | None:
+    number = float(value)
+    return None if math.isnan(number) else number
+
+
+def _find_checkpoint(resume_from: str | Path | None) -> Path | None:
+    if resume_from is None:
+        return None
+    path = Path(resume_from)
+    return path if (path / "manifest.json").exists() else latest_checkpoint(path)
+
+
+def peak_memory_gb() -> float:
+    """Peak memory of this process so far, in GiB: of the GPU where there is one, else resident memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
