@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quintain.configs import GRPOConfig, PPOConfig, TPOConfig
 from quintain.configs.load import (
@@ -13,9 +15,9 @@ from quintain.configs.load import (
     find_recipe,
     load_recipe,
     parse_arguments,
-    read_yaml,
     recipe_from_dict,
 )
+from quintain.configs.yaml_text import read_yaml, write_yaml
 from quintain.errors import ConfigError
 
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml"))
@@ -197,13 +199,22 @@ def test_a_missing_module_is_told_from_an_error_inside_one(tmp_path, monkeypatch
 def test_a_recipe_written_out_reads_back_as_itself(algorithm):
     """A run's config.yaml is a recipe."""
     recipe = recipe_from_dict({**BASE, "algorithm": algorithm, "stop_strings": ["a"], "peft": {"r": 4}}, {})
-    text = yaml.safe_dump(yaml.safe_load(yaml.safe_dump(_lists(recipe.to_dict()))))
-    again = recipe_from_dict({**read_yaml(text, "test"), "environment": {"python": "3"}}, {})
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in recipe.to_dict().items()}
+    again = recipe_from_dict({**read_yaml(write_yaml(settings), "test"), "environment": {"python": "3"}}, {})
     assert again == recipe
 
 
-def _lists(data):
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
+PLAIN = st.text() | st.sampled_from(
+    ["1e-5", "no", "010", "01", "1_0", "null", "~", "1:30", ".inf", "+.5", "", "=", "<<"]
+)
+
+
+@given(
+    st.recursive(PLAIN | st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none(), st.lists, max_leaves=4)
+)
+def test_whatever_is_written_reads_back_as_it_was_in_both_versions_of_yaml(value):
+    text = write_yaml({"key": value})
+    assert read_yaml(text, "test") == {"key": value} and yaml.safe_load(text) == {"key": value}
 
 
 def test_recipes_are_found_by_name_and_unknown_names_list_the_known(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import yaml
 
 from quintain.configs import GRPOConfig
 from quintain.configs.load import load_recipe
-from quintain.configs.runfolder import config_of_run, git_revision, holds_run, remove_run, write_config
+from quintain.configs.runfolder import config_of_run, git_revision, holds_run, remove_run, set_aside_run, write_config
 from quintain.errors import ConfigError
 
 
@@ -63,6 +63,15 @@ def test_removing_a_run_leaves_other_files_alone(tmp_path):
     assert holds_run(tmp_path)
     remove_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert not holds_run(tmp_path)
+
+
+def test_setting_a_run_aside_keeps_every_one(tmp_path):
+    assert set_aside_run(tmp_path) is None
+    for number in (1, 2):
+        (tmp_path / "metrics.jsonl").write_text(str(number))
+        assert set_aside_run(tmp_path) == tmp_path / f"earlier-{number}"
+    assert [(tmp_path / f"earlier-{number}" / "metrics.jsonl").read_text() for number in (1, 2)] == ["1", "2"]
     assert not holds_run(tmp_path)
 
 

@@ -13,11 +13,11 @@ from quintain.policies.references import resolve_reference
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """An importable package that fails when it is imported, with a model file inside."""
-    folder = tmp_path / "carrier_of_weights"
+    folder = tmp_path / "site" / "carrier_of_weights"
     (folder / "files").mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError('imported')")
     (folder / "files" / "small.gguf").write_bytes(b"GGUF")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
     return folder
 
 
@@ -39,7 +39,15 @@ def test_a_file_inside_a_package_is_found_without_importing_it(package):
     assert "carrier_of_weights" not in sys.modules
 
 
-def test_a_distribution_name_that_is_no_module_name_is_found_too(package):
+def test_a_dotted_name_does_not_import_its_parent(package):
+    with pytest.raises(ConfigError, match="No installed package"):
+        resolve_reference("pkg:carrier_of_weights.files/small.gguf")
+
+
+def test_a_distribution_name_that_is_no_module_name_is_found_too(package, tmp_path):
+    """A script installed beside the packages does not widen the search beyond them."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "small.gguf").write_bytes(b"another")
     folder = package.parent / "weight_carrier-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: weight-carrier\nVersion: 1.0\n")

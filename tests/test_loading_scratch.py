@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,6 +16,7 @@ TOKENIZER = scratch_tokenizer()
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"}]
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=PRINTABLE, max_size=30))
 def test_decoding_gives_back_what_was_encoded(text):
     ids = TOKENIZER(text).input_ids

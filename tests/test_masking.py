@@ -81,9 +81,10 @@ def test_an_empty_mask_gives_a_finite_zero_that_can_be_back_propagated(name):
     assert value.eq(0).all() and gradient.eq(0).all()
 
 
-@pytest.mark.parametrize("level", [0.0, 0.3, -7.1, 1e6])
+@pytest.mark.parametrize("level", [0.0, 0.3, -7.1, -1e6 / 3])
 def test_whitening_equal_entries_gives_exactly_0_and_a_finite_gradient(level):
-    value, gradient = value_and_gradient(masked_whiten, torch.full((2, 3), level), MASK)
+    """A mean of equal float32 numbers is not always that number."""
+    value, gradient = value_and_gradient(masked_whiten, torch.full((3, 11), level), torch.ones(3, 11) > 0)
     assert value.eq(0).all() and gradient.isfinite().all()
 
 

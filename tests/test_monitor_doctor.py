@@ -8,6 +8,7 @@ import random
 from dataclasses import asdict
 
 import pytest
+import torch
 import yaml
 
 from quintain.errors import DataError
@@ -266,6 +267,14 @@ def test_a_finding_is_repeated_only_after_the_cool_down_or_at_twice_the_size() -
     assert len([f for f in examine(GRPO, worse[:150]) if f.rule == "many_unscored"]) == 2
 
 
+def test_a_note_is_given_once_and_repeated_only_when_it_turns_serious() -> None:
+    """Entropy falls while the reward is up, falls further, and then the reward goes too."""
+    rows = with_changes(healthy_run(0, {**GRPO, "max_steps": 400}), 200, entropy=0.01)
+    rows = with_changes(with_changes(rows, 230, entropy=0.0001), 300, reward=0.1)
+    found = [(f.step < 300, f.severity) for f in examine(GRPO, rows) if f.rule == "entropy_collapse"]
+    assert found == [(True, "note"), (False, "warn")]
+
+
 def test_non_finite_numbers_are_an_error_and_do_not_poison_later_judgements() -> None:
     rows = healthy_run(0, GRPO)
     rows[50] = {**rows[50], "loss": math.nan, "reward": math.nan, "kl": math.inf, "rewards/format/mean": math.nan}
@@ -286,6 +295,11 @@ def test_a_restored_doctor_finds_what_an_unbroken_one_finds() -> None:
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
     found += [finding for row in rows[95:] for finding in second.observe(row)]
     assert found == expected and len(expected) > 3
+
+
+def test_a_tensor_of_one_element_counts_as_its_number() -> None:
+    rows = [{**row, "kl": torch.tensor(4.0 if row["step"] == 30 else row["kl"])} for row in healthy_run(0, GRPO)[:40]]
+    assert serious(examine(GRPO, rows)) == {"kl_jump"}
 
 
 def test_a_row_without_a_step_is_refused() -> None:

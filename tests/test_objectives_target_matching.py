@@ -199,6 +199,15 @@ def test_a_group_that_is_broad_enough_is_left_alone():
     logits = torch.tensor([0.0, 0.1, -0.1, 0.2] + [-50.0] * 4 + [0.0, 0.0, -1e3, -1e3])
     scale = tempered_scale(logits, GROUPS, ALL, min_effective_group=2.0, group_size=4)
     assert scale.tolist() == [1.0] * 12
+    scale = tempered_scale(logits.double(), GROUPS, ALL, min_effective_group=2.0, group_size=4)
+    assert scale.tolist() == [1.0] * 12
+
+
+def test_a_group_that_meets_the_bound_exactly_is_left_alone():
+    """Three equal weights have size 3 less rounding; a fourth must not be drawn in to make up for it."""
+    logits = torch.tensor([0.0, 0.0, 0.0, -1e3])
+    scale = tempered_scale(logits, GROUPS[:4], ALL[:4], min_effective_group=3.0, group_size=4)
+    assert scale.tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("spread", [3.0, 100.0, 5000.0])

@@ -94,7 +94,8 @@ def test_the_page_asks_nothing_of_the_network_and_runs_no_script(tmp_path: Path)
     page = page_of(run)
     assert not re.search(r"""(?:src|href)\s*=\s*["'](?!#)""", page)
     assert not re.search(r"@import|url\((?!#)", page)
-    assert "<script" not in page and "<link" not in page
+    assert "<script" not in page and "<link" not in page and "<?xml" not in page
+    assert page.lower().count("<!doctype") == 1 and ".dtd" not in page
     assert "default-src 'none'" in page
 
 

@@ -108,6 +108,7 @@ def test_numeric_match_reads_references_of_every_kind() -> None:
     answers = [1234, "48 / 2 = 24\n#### 72", "72.0", 1 / 3, "72", "72", None]
     assert score(completions=texts, answer=answers) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, None]
     assert numeric_match(tolerance=0.01)(completions=["72.1"], answer=["72"]) == [1.0]
+    assert numeric_match()(completions=["1e-9", "0.1"], answer=["0", "0"]) == [1.0, 0.0]
     assert numeric_match(tolerance=0)(completions=["72"], answer=["72"]) == [1.0]
 
 
@@ -146,8 +147,8 @@ def test_length_refuses_bounds_that_make_no_sense(kwargs: dict[str, Any]) -> Non
 
 
 def test_repetition_takes_away_the_share_of_repeated_ngrams() -> None:
-    """ "a a a a" has four 1-grams, one distinct; "a b a b a" has four 2-grams, two distinct."""
-    assert repetition(ngram=1)(completions=["a a A a", "a b", ""]) == [-0.75, 0.0, 0.0]
+    """ "a a, A a" has four 1-grams, one distinct; "a b a b a" has four 2-grams, two distinct."""
+    assert repetition(ngram=1)(completions=["a a, A a", "a b", ""]) == [-0.75, 0.0, 0.0]
     assert repetition(ngram=2, max_penalty=2)(completions=["a b a b a"]) == [-1.0]
     assert repetition()(completions=["too short"]) == [0.0]
     with pytest.raises(ConfigError, match="ngram >= 1"):

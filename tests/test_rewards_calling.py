@@ -67,7 +67,11 @@ def test_asynchronous_functions_run_at_the_same_time() -> None:
 
         return judge
 
-    pipeline = RewardPipeline([waiting(0, 1), waiting(1, 0)], reward_timeout=5)
+    class Grader:
+        async def __call__(self, completions: list[str]) -> list[float]:
+            return list(await waiting(1, 0)(completions))
+
+    pipeline = RewardPipeline([waiting(0, 1), Grader()], reward_timeout=5)
     assert pipeline.score(make_rollouts(TEXTS)).rewards.tolist() == [1.0] * 8
 
 
@@ -224,7 +228,7 @@ def test_a_functions_own_timeout_error_is_not_mistaken_for_the_limit() -> None:
     def judge(completions: list[str]) -> list[float]:
         raise TimeoutError("the judge did not answer")
 
-    with pytest.raises(RewardError, match="raised TimeoutError .*the judge did not answer"):
+    with pytest.raises(RewardError, match=r"raised TimeoutError .*the judge did not answer"):
         RewardPipeline(judge, reward_timeout=5).score(make_rollouts(TEXTS))
 
 

@@ -216,7 +216,11 @@ def test_a_keyword_bound_by_a_partial_is_not_replaced_by_a_column() -> None:
     def judge(completions: list[str], answer: Any) -> list[float]:
         return [float(answer == "mine")] * 8
 
-    assert score(functools.partial(judge, answer="mine")).rewards.tolist() == [1.0] * 8
+    def any_keyword(**kwargs: Any) -> list[float]:
+        return [float(kwargs["answer"] == "mine")] * 8
+
+    for function in (judge, any_keyword):
+        assert score(functools.partial(function, answer="mine")).rewards.tolist() == [1.0] * 8
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from reward_rollouts import make_rollouts
-from tiny_models import EOS, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tiny_models import BOS, EOS, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -48,6 +49,13 @@ def classifier(family: str = "llama", **config: Any) -> Any:
         return model_class(config_class(**{**SIZES, **fields, **config})).train()
 
 
+def bos_tokenizer(**kwargs: Any) -> Any:
+    """A tokenizer that starts every text with `<bos>` unless asked not to."""
+    tokenizer = tiny_tokenizer(**kwargs)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    return tokenizer
+
+
 def alone(model: Any, token_ids: list[int]) -> float:
     with torch.no_grad():
         return float(model.eval()(input_ids=torch.tensor([token_ids])).logits)
@@ -55,31 +63,56 @@ def alone(model: Any, token_ids: list[int]) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pad_token_id", [None, 0, EOS])
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_a_batch_scores_each_text_as_the_model_does_alone_without_padding(
-    family: str, pad_token_id: int | None, batch_size: int
+    family: str, pad_token_id: int | None
 ) -> None:
     """Also where the model knows no padding, and where padding is the end-of-sequence token."""
     if family == "roberta" and pad_token_id is None:
         pytest.skip("RoBERTa derives positions from its padding token and cannot be made without one")
     model, tokenizer = classifier(family, pad_token_id=pad_token_id), tiny_tokenizer()
-    scores = RewardModel(model, tokenizer, batch_size=batch_size)(PROMPTS, COMPLETIONS)
     expected = [
         alone(model, tokenizer(prompt + completion)["input_ids"]) for prompt, completion in zip(PROMPTS, COMPLETIONS)
     ]
-    torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    assert len({round(score, 3) for score in scores}) == 4, "four texts, four different scores"
+    assert len({round(score, 3) for score in expected}) == 4, "four texts, four different scores"
+    for batch_size in (1, 3):
+        reward = RewardModel(model, tokenizer, batch_size=batch_size)
+        model.train()
+        scores = reward(PROMPTS, COMPLETIONS)
+        torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected), rtol=1e-5, atol=1e-5)
     assert model.config.pad_token_id == pad_token_id
 
 
 def test_chats_are_written_with_the_tokenizers_own_template() -> None:
-    model, tokenizer = classifier(), tiny_tokenizer(chat_template=True)
+    model, tokenizer = classifier(), bos_tokenizer(chat_template=True)
     prompts = [[{"role": "user", "content": text}] for text in ("hi", "good day")]
     completions = [[{"role": "assistant", "content": text}] for text in ("ab", "c")]
     scores = RewardModel(model, tokenizer)(prompts, completions)
     texts = ["u:hi<eos>a:ab<eos>", "u:good day<eos>a:c<eos>"]
-    expected = [alone(model, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    plain = tiny_tokenizer()  # the template has written all special tokens there are
+    expected = [alone(model, plain(text)["input_ids"]) for text in texts]
     torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_plain_text_gets_the_special_tokens_that_the_tokenizer_adds() -> None:
+    model = classifier()
+    (score,) = RewardModel(model, bos_tokenizer())(["ab"], ["c"])
+    assert score == pytest.approx(alone(model, tiny_tokenizer()("<bos>abc")["input_ids"]), abs=1e-5)
+
+
+def test_a_text_that_ends_like_padding_is_read_to_its_end() -> None:
+    """A model without a padding token reads the very last position; id 0 is a token like any other."""
+    model, tokenizer = classifier(pad_token_id=None), tiny_tokenizer()
+    texts = ["a<pad>", "b", "abc<pad><pad>"]
+    scores = RewardModel(model, tokenizer)([""] * 3, texts)
+    expected = [alone(model, tokenizer(text)["input_ids"]) for text in texts]
+    torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_a_forward_builds_no_graph() -> None:
+    model, grad_enabled = classifier(), []
+    model.register_forward_hook(lambda *_: grad_enabled.append(torch.is_grad_enabled()))
+    RewardModel(model, tiny_tokenizer())(["a"], ["b"])
+    assert grad_enabled == [False]
 
 
 def test_chats_without_a_template_are_refused() -> None:

@@ -100,5 +100,5 @@ def test_what_cannot_be_resolved_is_refused_with_the_known_choices(spec: Any, me
 
 
 def test_settings_of_a_function_are_checked_against_its_signature(own_module: str) -> None:
-    with pytest.raises(ConfigError, match="has no setting 'valu'. Did you mean 'value'"):
+    with pytest.raises(ConfigError, match=r"has no setting 'valu'\. Did you mean 'value'"):
         resolve_rewards({"name": f"{own_module}:Grader", "kwargs": {"valu": 2.0}})

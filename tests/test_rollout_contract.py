@@ -142,13 +142,16 @@ def test_logprobs_equal_a_plain_forward_pass(engine_class, family):
 
 @every_engine
 @every_family
-def test_top_k_one_says_what_greedy_decoding_says(engine_class, family):
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_top_k_one_says_what_greedy_decoding_says(engine_class, family, penalty):
     model = tiny_model(family).eval()
-    params = sampling(num_generations=2, top_k=1, stop_token_ids=(), max_completion_length=12)
+    params = sampling(
+        num_generations=2, top_k=1, stop_token_ids=(), max_completion_length=12, repetition_penalty=penalty
+    )
     samples = engine_class(model).generate([SHORT, LONG], params, generator())
     for row, completion in enumerate(rows_of(samples)):
         prompt = torch.tensor([[SHORT, LONG][row // 2]])
-        config = GenerationConfig(do_sample=False, max_new_tokens=12, min_new_tokens=12)
+        config = GenerationConfig(do_sample=False, max_new_tokens=12, repetition_penalty=penalty)
         model.generation_config = GenerationConfig()
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
         assert completion == expected[0, prompt.shape[1] :].tolist()

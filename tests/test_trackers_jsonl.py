@@ -61,6 +61,7 @@ def test_resuming_removes_later_steps_and_a_torn_line_so_that_none_is_there_twic
 
 def test_a_fresh_run_starts_its_files_afresh(tmp_path):
     first = JsonlTracker(tmp_path)
+    first.log(0, {"eval_reward": 0.0})
     first.log(1, {"reward": 1.0})
     first.close()
     second = JsonlTracker(tmp_path)

@@ -53,7 +53,7 @@ class Segments:
 
     def spread(self, values: Float[Tensor, " batch"], *, correction: int) -> Float[Tensor, " groups"]:
         """Standard deviation over the counted rows, dividing by their number less `correction`."""
-        deviations = zero_masked(values - self.mean(values)[self.index], self.counted)
+        deviations = values - self.mean(values)[self.index]
         return (self.sum(deviations.square()) / (self.count() - correction).clamp(min=1)).sqrt()
 
     def standardised(self, values: Float[Tensor, " batch"], *, correction: int) -> Float[Tensor, " batch"]:

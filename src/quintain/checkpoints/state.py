@@ -1,4 +1,4 @@
-"""What a run consists of, and how any part of it is written without pickle: tensors to safetensors, the rest to JSON."""
+"""What a run consists of, and how a part of it is written without pickle: tensors to safetensors, the rest to JSON."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def load_checkpoint(path: Path, parts: Mapping[str, Stateful]) -> int:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read ({error}). Resume from an older checkpoint.") from error
+        raise CheckpointError(f"{path / MANIFEST} cannot be read ({error}). Use an older checkpoint.") from error
     states = {name: _load_part(path, name, manifest) for name in parts}
     for name, part in parts.items():
         try:

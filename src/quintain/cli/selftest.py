@@ -79,8 +79,8 @@ def selftest(algorithms: Sequence[str]) -> int:
     failed = [outcome.algorithm for outcome in outcomes if not outcome.learned]
     if failed:
         console.print(
-            f"{', '.join(failed)} did not learn: the last {EDGE_STEPS} steps must reach a mean reward of {REQUIRED_REWARD} "
-            f"and exceed the first {EDGE_STEPS} by {REQUIRED_STANDARD_ERRORS:g} standard errors."
+            f"{', '.join(failed)} did not learn: the last {EDGE_STEPS} steps must reach a mean reward of "
+            f"{REQUIRED_REWARD} and exceed the first {EDGE_STEPS} by {REQUIRED_STANDARD_ERRORS:g} standard errors."
         )
     return 1 if failed else 0
 
@@ -108,7 +108,7 @@ def run_algorithm(name: str, **settings: Any) -> Outcome:
 
 
 def rise(first: Sequence[float], last: Sequence[float]) -> float:
-    """Difference of two means in standard errors of that difference; infinite where neither part varies but they differ."""
+    """Difference of two means in its standard errors; infinite where neither part varies but they differ."""
     gap = _mean(last) - _mean(first)
     error = math.sqrt(_variance(first) / len(first) + _variance(last) / len(last))
     return gap / error if error > 0 else math.copysign(math.inf, gap) if gap else 0.0

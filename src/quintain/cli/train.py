@@ -163,18 +163,19 @@ def build_trainer(recipe: Recipe) -> OnlineRLTrainer:
     functions, weights = resolve_rewards(recipe.rewards)
     if weights is not None and recipe.config.reward_weights is None:
         recipe.config.reward_weights = tuple(weights)
-    dataset = load_dataset_reference(
-        recipe.dataset, split=recipe.dataset_split or "train", columns=recipe.dataset_columns
-    )
-    eval_dataset = recipe.eval_dataset and load_dataset_reference(
-        recipe.eval_dataset, split=recipe.eval_dataset_split or "test", columns=recipe.dataset_columns
-    )
+    columns = recipe.dataset_columns
+    dataset = load_dataset_reference(recipe.dataset, split=recipe.dataset_split, columns=columns)
+    eval_dataset = None
+    if recipe.eval_dataset is not None:
+        eval_dataset = load_dataset_reference(
+            recipe.eval_dataset, split=recipe.eval_dataset_split, columns=columns, default_split="test"
+        )
     return trainer(
         model=recipe.model,
         reward_funcs=functions,
         args=recipe.config,
         train_dataset=dataset,
-        eval_dataset=eval_dataset or None,
+        eval_dataset=eval_dataset,
         peft_config=adapter,
     )
 

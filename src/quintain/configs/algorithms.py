@@ -45,6 +45,8 @@ class PPOConfig(OnlineRLConfig):
     ("separate"), or the name of a model."""
     value_learning_rate: float | None = None
     """Learning rate of the value model or head; unset is learning_rate."""
+    target_values: bool = False
+    """Let the EMA target policy supply the values of GAE (with use_target_policy); it then holds the critic too."""
 
     # Names from TRL; None once the config is built.
     beta: float | None = None

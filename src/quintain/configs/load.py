@@ -11,12 +11,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
-
-import yaml
+from typing import Any
 
 from quintain.configs.algorithms import DGConfig, GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig, TPOConfig
 from quintain.configs.shared import OnlineRLConfig
+from quintain.configs.yaml_text import read_yaml
 from quintain.errors import ConfigError, nearest
 
 CONFIG_CLASSES: dict[str, type[OnlineRLConfig]] = {
@@ -146,7 +145,7 @@ def import_by_path(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+        if not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
             f"{path}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages. "
@@ -205,39 +204,6 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]
             raise ConfigError(f"--{name} is given twice. Give it once.")
         overrides[name] = read_yaml(text, f"--{name}")
     return words, overrides
-
-
-def read_yaml(text: str, source: str) -> Any:
-    """Plain data from YAML. Raises ConfigError naming `source` and the place of the fault."""
-    try:
-        return yaml.load(text, Loader=_RecipeLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {error}") from error
-
-
-class _RecipeLoader(yaml.SafeLoader):
-    """Safe YAML with the scalars of YAML 1.2: 1e-5 is a number, `no` and `on` are text, 1:30 is not a number."""
-
-    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":int", ":float"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
-        for position, key in enumerate(keys):
-            if key in keys[:position]:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?(0|[1-9][0-9_]*)", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-     "-+.0123456789"),
-):  # fmt: skip
-    _RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), list(_first))
 
 
 def _own_fields(config_class: type[OnlineRLConfig]) -> set[str]:

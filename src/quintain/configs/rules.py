@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -47,7 +46,7 @@ class Number:
         low, high = (float(end) for end in self.interval[1:-1].split(","))
         above = number > low if self.interval[0] == "(" else number >= low
         below = number < high if self.interval[-1] == ")" else number <= high
-        return math.isfinite(number) and above and below
+        return above and below
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from quintain.configs.yaml_text import write_yaml
 from quintain.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
@@ -43,7 +42,7 @@ def write_config(folder: str | Path, settings: Mapping[str, Any]) -> Path:
     path = Path(folder) / CONFIG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {**_plain(settings), "environment": environment()}
-    path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120), encoding="utf-8")
+    path.write_text(write_yaml(data), encoding="utf-8")
     return path
 
 
@@ -72,7 +71,7 @@ def holds_run(folder: str | Path) -> bool:
 
 
 def set_aside_run(folder: str | Path) -> Path | None:
-    """Move what an earlier run wrote into a folder of its own inside this one, and return that; None if there is none."""
+    """Move what an earlier run wrote into a folder inside this one, and return that; None if there is no run."""
     if not holds_run(folder):
         return None
     number = 1

@@ -30,7 +30,8 @@ def reversal(length: int = 5, characters: str = "01", size: int = 512, seed: int
     alphabet = "".join(dict.fromkeys(characters))
     if len(alphabet) < 2 or SEPARATOR in alphabet:
         raise ConfigError(
-            f"characters of builtin:reversal must be two or more, without the separator {SEPARATOR!r}: got {characters!r}."
+            f"characters of builtin:reversal must be two or more, without the separator {SEPARATOR!r}: "
+            f"got {characters!r}."
         )
     _require_positive("builtin:reversal", length=length, size=size)
     total = len(alphabet) ** length

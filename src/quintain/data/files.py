@@ -108,10 +108,8 @@ def _parse_json(text: str, path: Path, line: int) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        at = line + error.lineno - 1
-        raise DataError(
-            f"{path}, line {at}: not valid JSON ({error.msg}, column {error.colno}): {text.splitlines()[error.lineno - 1][:60]!r}."
-        ) from error
+        at, shown = line + error.lineno - 1, text.split("\n")[error.lineno - 1][:60]
+        raise DataError(f"{path}, line {at}: not valid JSON ({error.msg}, column {error.colno}): {shown!r}.") from error
 
 
 def _read_csv(path: Path) -> Dataset:
@@ -129,7 +127,7 @@ def _read_csv(path: Path) -> Dataset:
                 )
             rows.append(row)
     except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({error}).") from error
+        raise DataError(f"{path}, line {reader.reader.line_num}: not valid CSV ({error}).") from error
     return rows_to_dataset(rows, str(path))
 
 

@@ -45,7 +45,8 @@ def call_with_options(function: Callable[..., Any], options: Mapping[str, str], 
     for name, text in options.items():
         if name not in known and not open_ended:
             raise ConfigError(
-                f"{reference!r} has an unknown option {name!r}.{nearest(name, known)} Known: {', '.join(known) or 'none'}."
+                f"{reference!r} has an unknown option {name!r}.{nearest(name, known)} "
+                f"Known: {', '.join(known) or 'none'}."
             )
         default = parameters[name].default if name in known else inspect.Parameter.empty
         values[name] = _convert(name, text, default, reference)

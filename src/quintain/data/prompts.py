@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from jinja2 import TemplateError
@@ -17,7 +18,7 @@ Outcome = Literal["kept", "cut", "dropped"]
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """One row as a prompt. `length` counts its tokens before any cut; a dropped prompt has its tokens still."""
+    """One row as a prompt. A cut shortens `token_ids` alone: `prompt` is whole, and `length` counts all its tokens."""
 
     prompt: PromptText
     token_ids: list[int]
@@ -74,9 +75,16 @@ class PromptFormat:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _tokenize(self, prompts: Sequence[PromptText], indices: Sequence[int]) -> list[list[int]]:
+        kinds = {type(prompt) for prompt in prompts}
+        if kinds == {str, list}:
+            first = {kind: next(i for p, i in zip(prompts, indices) if isinstance(p, kind)) for kind in (str, list)}
+            raise DataError(
+                f"The dataset mixes text prompts (row {first[str]}) and chat prompts (row {first[list]}). "
+                f"Make them all text, or all lists of messages."
+            )
         if not prompts:
             return []
-        if isinstance(prompts[0], str):
+        if kinds == {str}:
             return [self._strip_special_tokens(ids) for ids in self.tokenizer(list(prompts))["input_ids"]]
         texts = [self._render(prompt, index) for prompt, index in zip(prompts, indices)]
         # The template has written the special tokens already.
@@ -92,7 +100,7 @@ class PromptFormat:
             ids = ids[:-1]
         return ids
 
-    @property
+    @cached_property
     def _adds_end_token(self) -> bool:
         ids: list[int] = self.tokenizer("a")["input_ids"]
         return ids[-1:] == [self.tokenizer.eos_token_id]
@@ -100,9 +108,9 @@ class PromptFormat:
     def _render(self, messages: PromptText, index: int) -> str:
         if not self.tokenizer.chat_template:
             raise DataError(
-                f"Row {index} is a chat prompt, and the tokenizer of {self.tokenizer.name_or_path!r} has no chat template. "
-                f"Either use a chat model's tokenizer (set tokenizer.chat_template and pass it as processing_class), or "
-                f'give the "prompt" column as plain text.'
+                f"Row {index} is a chat prompt, and the tokenizer of {self.tokenizer.name_or_path!r} has no chat "
+                f"template. Either pass a tokenizer that has one as processing_class (a chat model's, or set its "
+                f'chat_template), or give the "prompt" column as plain text.'
             )
         continues = messages[-1]["role"] == "assistant"  # type: ignore[index]
         try:
@@ -127,9 +135,9 @@ class PromptFormat:
             return EncodedPrompt(prompt, ids, len(ids), "kept", columns)
         if self.overlong_prompts == "error":
             raise DataError(
-                f"Row {index}: the prompt has {len(ids)} tokens, more than max_prompt_length={limit}. Raise "
-                f'max_prompt_length to {len(ids)}, or set overlong_prompts to "drop" (leave such rows out) or "cut_left" '
-                f"(keep their last {limit} tokens)."
+                f"Row {index}: the prompt has {len(ids)} tokens, more than max_prompt_length={limit}. "
+                f'Raise max_prompt_length to {len(ids)}, or set overlong_prompts to "drop" (leave such rows out) '
+                f'or "cut_left" (keep their last {limit} tokens).'
             )
         if self.overlong_prompts == "drop":
             return EncodedPrompt(prompt, ids, len(ids), "dropped", columns)
@@ -181,16 +189,7 @@ def missing_prompt_column(columns: Sequence[str]) -> str:
 
 
 def collect_prompts(encoded: Sequence[EncodedPrompt]) -> Prompts:
-    """Encoded prompts as the record that a step starts from; a column that a row lacks holds None there.
-
-    Raises:
-        DataError: text and chat prompts together.
-    """
-    kinds = {type(item.prompt) for item in encoded}
-    if len(kinds) > 1:
-        raise DataError(
-            "The dataset mixes text prompts and chat prompts. Make them all text, or all lists of messages."
-        )
+    """Encoded prompts as the record that a step starts from; a column that a row lacks holds None there."""
     names = dict.fromkeys(name for item in encoded for name in item.columns)
     return Prompts(
         token_ids=[item.token_ids for item in encoded],

@@ -59,7 +59,11 @@ def load_dataset_reference(
         loaded = rows_to_dataset(loaded, label)
     if isinstance(loaded, (Dataset, IterableDataset)):
         loaded = {"train": loaded}
-    if not isinstance(loaded, Mapping) or not all(isinstance(d, (Dataset, IterableDataset)) for d in loaded.values()):
+    if (
+        not isinstance(loaded, Mapping)
+        or not loaded
+        or not all(isinstance(d, (Dataset, IterableDataset)) for d in loaded.values())
+    ):
         raise ConfigError(
             f"{label} must be a datasets.Dataset, IterableDataset or a list of dicts: got {type(loaded).__name__}."
         )
@@ -128,7 +132,8 @@ def _load_reasoning_gym(task: str, options: dict[str, str], reference: str) -> l
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ConfigError(
-            f"{reference!r} needs the reasoning-gym package ({error}). Install it: pip install 'quintain[reasoning-gym]'"
+            f"{reference!r} needs the reasoning-gym package ({error}). "
+            f"Install it: pip install 'quintain[reasoning-gym]'"
         ) from error
     if task not in DATASETS:
         raise ConfigError(
@@ -160,7 +165,8 @@ def _import_function(module: str, name: str, reference: str) -> Any:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
-            f"There is no module {module!r} (in {reference!r}). Install it, or run from the folder that holds it."
+            f"There is no module {module!r} (in {reference!r}).{nearest(module, ('builtin', 'reasoning_gym'))} "
+            f"Install it, or run from the folder that holds it."
         ) from error
     function = getattr(imported, name, None)
     if not callable(function):
@@ -186,15 +192,13 @@ def _choose_split(splits: Mapping[str, Any], split: str | None, default: str, la
         pieces = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     except (ValueError, AssertionError) as error:
         raise ConfigError(
-            f"{label} has no split {split!r} ({error}).{nearest(split, splits)} Splits: {', '.join(splits)}; a part of one "
-            f'is written like "{next(iter(splits))}[:90%]".'
+            f"{label} has no split {split!r} ({error}).{nearest(split, splits)} Splits: {', '.join(splits)}; "
+            f'a part of one is written like "{next(iter(splits))}[:90%]".'
         ) from error
-    parts = [
-        splits[piece.splitname].select(
-            range(piece.from_ or 0, lengths[piece.splitname] if piece.to is None else piece.to)
-        )
-        for piece in pieces
-    ]
+    parts = []
+    for piece in pieces:
+        rows = range(lengths[piece.splitname])[piece.from_ : piece.to]
+        parts.append(splits[piece.splitname].select(rows or []))  # `select` refuses an empty range past the end
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 

@@ -3,56 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from quintain.data.prompts import EncodedPrompt, PromptFormat, collect_prompts, missing_prompt_column
+from quintain.data.order import Order, Row, SeededOrder, StreamOrder, require_parts
+from quintain.data.prompts import EncodedPrompt, PromptFormat, collect_prompts
+from quintain.data.survey import Survey, survey
 from quintain.errors import CheckpointError, ConfigError, DataError
 from quintain.types import Prompts
-
-SHUFFLE_BUFFER_ROWS = 1000
-"""Rows among which a stream is shuffled."""
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What a look at every prompt found: the rows to use, each prompt's tokens before any cut, and what became of them."""
-
-    kept: list[int]
-    lengths: list[int]
-    num_dropped: int
-    num_cut: int
-
-
-def survey(dataset: Dataset, prompt_format: PromptFormat) -> Survey:
-    """Check and measure every prompt, so that a fault shows before training and not in the middle of it.
-
-    Raises:
-        DataError: a prompt is unusable, or none is left.
-    """
-    if "prompt" not in dataset.column_names:
-        raise DataError(missing_prompt_column(dataset.column_names))
-    kept: list[int] = []
-    lengths: list[int] = []
-    num_cut = 0
-    prompts = dataset.select_columns("prompt")
-    for start in range(0, len(prompts), 1000):
-        indices = range(start, min(start + 1000, len(prompts)))
-        for index, item in zip(indices, prompt_format.encode(list(prompts.select(indices)), indices)):
-            lengths.append(item.length)
-            num_cut += item.outcome == "cut"
-            if item.outcome != "dropped":
-                kept.append(index)
-    if not kept:
-        raise DataError(
-            f"No prompt is left: all {len(lengths)} have more than max_prompt_length={prompt_format.max_prompt_length} "
-            f"tokens (the shortest has {min(lengths, default=0)}). Raise max_prompt_length."
-        )
-    return Survey(kept, lengths, len(lengths) - len(kept), num_cut)
 
 
 class PromptSampler:
@@ -60,10 +20,10 @@ class PromptSampler:
 
     In one pass over the dataset (an epoch) every prompt is used exactly once; where the sizes do not divide, a step
     takes the last prompts of one epoch and the first of the next, and no prompt twice. Only a dataset smaller than a
-    step must repeat prompts within it; `num_repeated` counts them.
+    step repeats prompts within it, as few as it must; `num_repeated` counts them.
 
-    A stream is read in order, or shuffled through a buffer of `SHUFFLE_BUFFER_ROWS` rows, and resumed by reading up to
-    where it stood. Its prompts are checked as they come, and a step at the end of an epoch may repeat one.
+    A stream is read in order, or shuffled through a buffer of 1000 rows, and resumed by reading up to where it stood.
+    Its prompts are checked as they come, and a step at the end of an epoch may repeat one.
 
     Args:
         dataset: rows with a "prompt".
@@ -98,15 +58,17 @@ class PromptSampler:
         self.rank, self.world_size = rank, world_size
         self.num_dropped = self.num_cut = self.num_repeated = 0
         self.survey: Survey | None = None
-        self._order: _Order
+        self._order: Order
         if isinstance(dataset, IterableDataset):
-            self._order = _StreamOrder(dataset, shuffle, seed)
-            for row in itertools.islice(dataset, 1):
-                prompt_format.encode([row], [0])
+            self._order = StreamOrder(dataset, shuffle, seed)
+            first = next(iter(dataset), None)
+            if first is None:
+                raise DataError("The stream is empty. Give at least one row with a prompt.")
+            prompt_format.encode([first], [0])
         else:
             self.survey = survey(dataset, prompt_format)
             self.num_dropped, self.num_cut = self.survey.num_dropped, self.survey.num_cut
-            self._order = _ShuffledOrder(dataset, self.survey.kept, shuffle, seed)
+            self._order = SeededOrder(dataset, self.survey.kept, shuffle, seed)
 
     @property
     def num_prompts(self) -> int | None:
@@ -143,14 +105,9 @@ class PromptSampler:
         Args:
             limit: most prompts, over all processes; None takes all.
         """
-        rows: Iterator[tuple[int, Mapping[str, Any]]]
-        if self.survey is None:
-            rows = enumerate(self.dataset)
-        else:
-            rows = ((index, self.dataset[index]) for index in self.survey.kept)
-        usable = (item for row in rows for item in self._encode([row]) if item.outcome != "dropped")
-        usable = itertools.islice(usable, limit)
-        while part := list(itertools.islice(usable, self.prompts_per_step)):
+        usable = (item for row in enumerate(self.dataset) for item in self._encode([row]) if item.outcome != "dropped")
+        chosen = itertools.islice(usable, limit)
+        while part := list(itertools.islice(chosen, self.prompts_per_step)):
             share = self._share(part)
             if len(share):
                 yield share
@@ -171,9 +128,7 @@ class PromptSampler:
         Raises:
             CheckpointError: the state lacks a part, or belongs to another dataset.
         """
-        missing = [name for name in self.state_dict() if name not in state]
-        if missing:
-            raise CheckpointError(f"The saved prompt order lacks {', '.join(missing)}. Use an undamaged checkpoint.")
+        require_parts(self.state_dict(), state)
         if state["num_prompts"] != self.num_prompts:
             raise CheckpointError(
                 f"The dataset has changed since the checkpoint: it had {state['num_prompts']} usable prompts and has "
@@ -183,14 +138,15 @@ class PromptSampler:
         self.num_dropped, self.num_cut = state["num_dropped"], state["num_cut"]
         self.num_repeated = state["num_repeated"]
 
-    def _encode(self, rows: list[tuple[int, Mapping[str, Any]]]) -> list[EncodedPrompt]:
+    def _encode(self, rows: list[Row]) -> list[EncodedPrompt]:
         return self.prompt_format.encode([row for _, row in rows], [index for index, _ in rows])
 
-    def _usable(self, rows: list[tuple[int, Mapping[str, Any]]]) -> list[EncodedPrompt]:
+    def _usable(self, rows: list[Row]) -> list[EncodedPrompt]:
         """The rows as prompts, without dropped ones. A stream's are counted here, others were in the survey."""
         encoded = self._encode(rows)
-        self.num_repeated += len(rows) - len({index for index, _ in rows})
-        if self.survey is None:
+        if self.survey is not None:
+            self.num_repeated += len(rows) - len({index for index, _ in rows})
+        else:
             self.num_dropped += sum(item.outcome == "dropped" for item in encoded)
             self.num_cut += sum(item.outcome == "cut" for item in encoded)
         return [item for item in encoded if item.outcome != "dropped"]
@@ -199,106 +155,3 @@ class PromptSampler:
         """The rank's contiguous part; parts differ by one prompt at most."""
         bounds = [len(step) * part // self.world_size for part in (self.rank, self.rank + 1)]
         return collect_prompts(step[bounds[0] : bounds[1]])
-
-
-class _Order(Protocol):
-    epoch: int
-
-    def take(self, count: int) -> list[tuple[int, Mapping[str, Any]]]:
-        """The next rows with their numbers, into the next epoch if need be."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class _ShuffledOrder:
-    """Rows of a dataset by number. An epoch's order follows from the seed, the epoch, and what the step it began in held."""
-
-    def __init__(self, dataset: Dataset, kept: list[int], shuffle: bool, seed: int) -> None:
-        self.dataset, self.kept, self.shuffle, self.seed = dataset, kept, shuffle, seed
-        self._start_epoch(0, (), 0)
-
-    def take(self, count: int) -> list[tuple[int, Mapping[str, Any]]]:
-        taken: list[int] = []
-        while len(taken) < count:
-            if self.position == len(self._permutation):
-                self._start_epoch(self.epoch + 1, taken, count - len(taken))
-            part = self._permutation[self.position : self.position + count - len(taken)]
-            self.position += len(part)
-            taken += part
-        return [(index, self.dataset[index]) for index in taken]
-
-    def _start_epoch(self, epoch: int, taken: Collection[int], wanted: int) -> None:
-        """Begin an epoch, keeping rows already `taken` by the running step out of the next `wanted` places.
-
-        Impossible, and not tried, where the dataset is smaller than the step.
-        """
-        order = list(self.kept)
-        if self.shuffle:
-            random.Random(f"{self.seed} {epoch}").shuffle(order)
-        avoided = set(taken)
-        if len(order) - len(avoided) >= wanted:
-            first = [index for index in order if index not in avoided][:wanted]
-            order = first + [index for index in order if index not in set(first)]
-        self.epoch, self.position, self._permutation = epoch, 0, order
-        self._taken, self._wanted = list(taken), wanted
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "position": self.position,
-            "taken": list(self._taken),
-            "wanted": self._wanted,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _require_parts(self.state_dict(), state)
-        self.seed = state["seed"]
-        self._start_epoch(state["epoch"], state["taken"], state["wanted"])
-        self.position = state["position"]
-
-
-class _StreamOrder:
-    """Rows of a stream as they come, each epoch shuffled through a buffer in its own way if wanted."""
-
-    def __init__(self, dataset: IterableDataset, shuffle: bool, seed: int) -> None:
-        self.dataset, self.shuffle = dataset, shuffle
-        self._start_epoch(0, 0, seed)
-
-    def take(self, count: int) -> list[tuple[int, Mapping[str, Any]]]:
-        taken: list[tuple[int, Mapping[str, Any]]] = []
-        while len(taken) < count:
-            row = next(self._rows, None)
-            if row is not None:
-                taken.append((self.position, row))
-                self.position += 1
-            elif self.position == 0:
-                raise DataError("The stream is empty. Give at least one row with a prompt.")
-            else:
-                self._start_epoch(self.epoch + 1, 0, self.seed)
-                if taken:
-                    break  # the caller asks again
-        return taken
-
-    def _start_epoch(self, epoch: int, position: int, seed: int) -> None:
-        self.epoch, self.position, self.seed = epoch, position, seed
-        rows = self.dataset
-        if self.shuffle:
-            rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
-            rows.set_epoch(epoch)
-        self._rows: Iterator[Mapping[str, Any]] = itertools.islice(iter(rows), position, None)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "epoch": self.epoch, "position": self.position}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _require_parts(self.state_dict(), state)
-        self._start_epoch(state["epoch"], state["position"], state["seed"])
-
-
-def _require_parts(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    missing = [name for name in own if name not in state]
-    if missing:
-        raise CheckpointError(f"The saved prompt order lacks {', '.join(missing)}. Use an undamaged checkpoint.")

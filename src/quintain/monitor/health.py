@@ -37,8 +37,8 @@ class Finding:
 class Doctor:
     """Examines a run step by step.
 
-    A finding is reported once, then again only when it has become twice as bad, when a note has become serious, or
-    when it still holds after 100 steps.
+    A finding is reported once, then again only when it has become twice as bad or still holds after 100 steps. A note
+    is reported once, and again only when it has become serious.
 
     Args:
         config: the run's resolved settings by public field name, as in config.yaml.
@@ -66,28 +66,25 @@ class Doctor:
 
     def _is_news(self, rule: Rule, sighting: Sighting) -> bool:
         last = self._reported.get(rule.name)
-        return (
-            last is None
-            or self.history.step - last["step"] >= COOL_DOWN_STEPS
-            or sighting.size >= WORSE * last["size"]
-            or (last["harmless"] and not sighting.harmless)
-        )
+        if last is None:
+            return True
+        if _is_note(rule, sighting):
+            return False
+        lasting = self.history.step - last["step"] >= COOL_DOWN_STEPS
+        return lasting or sighting.size >= WORSE * last["size"] or last["note"]
 
     def _report(self, rule: Rule, sighting: Sighting) -> Finding:
-        self._reported[rule.name] = {
-            "step": self.history.step,
-            "size": sighting.size,
-            "harmless": sighting.harmless,
-        }
+        note = _is_note(rule, sighting)
+        self._reported[rule.name] = {"step": self.history.step, "size": sighting.size, "note": note}
         return Finding(
-            severity="note" if sighting.harmless else rule.severity,
+            severity="note" if note else rule.severity,
             rule=rule.name,
             step=self.history.step,
             message=sighting.message,
             evidence=sighting.evidence,
             meaning=rule.meaning,
             advice=rule.advice,
-            action="note" if sighting.harmless else rule.action,
+            action="note" if note else rule.action,
             stage=rule.stage,
         )
 
@@ -101,6 +98,10 @@ class Doctor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history.load_state_dict(state["history"])
         self._reported = {name: dict(last) for name, last in state["reported"].items()}
+
+
+def _is_note(rule: Rule, sighting: Sighting) -> bool:
+    return sighting.harmless or rule.severity == "note"
 
 
 def examine_run(path: Path | str) -> list[Finding]:

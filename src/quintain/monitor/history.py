@@ -45,14 +45,16 @@ class History:
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Take in one step's row; values that are not finite are named in `non_finite` and kept out of every series.
 
-        None counts as not finite: JSON has no NaN, so metrics.jsonl holds null instead.
+        None counts as not finite: JSON has no NaN, so metrics.jsonl holds null instead. A tensor of one element counts
+        as its number.
 
         Raises:
             DataError: the row has no step number.
         """
         if not isinstance(metrics.get("step"), Real):
             raise DataError(f"a row of metrics needs a number under 'step'; got keys {sorted(metrics)}.")
-        numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, Real) and not isinstance(v, bool)}
+        scalars = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
+        numbers = {k: float(v) for k, v in scalars.items() if isinstance(v, Real) and not isinstance(v, bool)}
         row = {key: value for key, value in numbers.items() if math.isfinite(value)}
         missing = {key for key, value in metrics.items() if value is None}
         self.non_finite = sorted((numbers.keys() - row.keys()) | missing)

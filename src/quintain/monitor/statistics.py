@@ -72,7 +72,8 @@ class StepStatistics:
     def observe_policy(self, outputs: PolicyOutputs, rollouts: Rollouts) -> None:
         """How far the online policy is from the one that sampled, and how undecided it is.
 
-        `kl` estimates KL(old || online) on tokens that `old` sampled, by k3, which is unbiased there and never negative.
+        `kl` estimates KL(old || online), and `ref_kl` and `target_kl_gap` KL(old || reference), on tokens that `old`
+        sampled, by k3: unbiased there, and never negative.
         """
         mask = rollouts.loss_mask
         count = mask.sum()
@@ -81,15 +82,15 @@ class StepStatistics:
         difference = torch.where(mask, logprobs - rollouts.old_logprobs, 0.0)
         self.add_means(
             {
-                "kl": (masked_sum(difference.exp() - 1 - difference, mask), count),
+                "kl": (masked_sum(difference.expm1() - difference, mask), count),
                 "entropy": (masked_sum(outputs.entropy.detach(), mask), count),
             }
         )
         self.add_maxima({"ratio_max": difference.exp().max()})
         for name, reference in (("ref_kl", rollouts.ref_logprobs), ("target_kl_gap", rollouts.target_logprobs)):
             if reference is not None:
-                gap = torch.where(mask, reference - logprobs, 0.0)
-                self.add_means({name: (masked_sum(gap.exp() - 1 - gap, mask), count)})
+                gap = torch.where(mask, reference - rollouts.old_logprobs, 0.0)
+                self.add_means({name: (masked_sum(gap.expm1() - gap, mask), count)})
 
     def mean(self, name: str) -> float | None:
         """A mean accumulated so far, or None where nothing was reported under this name."""
@@ -139,7 +140,7 @@ def reward_statistics(rollouts: Rollouts) -> dict[str, float]:
         "reward": float(kept.mean()) if len(kept) else 0.0,
         "reward_std": float(kept.std()) if len(kept) > 1 else 0.0,
         "unscored_fraction": float((~scored).double().mean()),
-        "frac_reward_zero_std": tied_fraction(rollouts.rewards, rollouts.group_ids, scored),
+        "frac_reward_zero_std": float(tied_fraction(rollouts.rewards, rollouts.group_ids, scored)),
     }
     if rollouts.reward_output is None:
         return numbers

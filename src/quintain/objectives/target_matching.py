@@ -141,7 +141,6 @@ def tempered_scale(
             f"reach: got {min_effective_group}. Usual: {group_size / 2:g}."
         )
     segments = Segments.of(group_ids, scored)
-    group_logits = zero_masked(group_logits, scored)
     required = segments.count() * (min_effective_group / group_size)
 
     def is_broad(scale: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def _figure(wide: bool) -> tuple[Figure, Any]:
     axes.spines["bottom"].set_color(_GRID)
     axes.tick_params(colors=_INK, labelsize=9, length=0)
     axes.set_xlabel("step", color=_INK, fontsize=9)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
     axes.margins(x=0.01)
     return figure, axes

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from quintain.errors import ConfigError, nearest
-from quintain.rewards.text import completion_text
+from quintain.rewards.text import bare_word, completion_text
 from quintain.types import PromptText
 
 Scorer = Callable[..., list[float | None]]
@@ -180,7 +180,7 @@ def length(
 def repetition(ngram: int = 3, *, max_penalty: float = 1.0) -> Scorer:
     """A penalty for repeating oneself: `-max_penalty` times the share of word n-grams that occurred before.
 
-    0 for a text without repetition or with fewer than `ngram` words.
+    Words are compared without case and punctuation. 0 for a text without repetition or with fewer than `ngram` words.
 
     Args:
         ngram: words that make one n-gram, at least 1.
@@ -190,7 +190,7 @@ def repetition(ngram: int = 3, *, max_penalty: float = 1.0) -> Scorer:
         raise ConfigError(f"repetition needs ngram >= 1 and max_penalty > 0: got {ngram} and {max_penalty}.")
 
     def repeated_share(text: str) -> float:
-        words = text.lower().split()
+        words = [bare_word(word) for word in text.split()]
         ngrams = [tuple(words[start : start + ngram]) for start in range(len(words) - ngram + 1)]
         return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from quintain.errors import ConfigError
 from quintain.rewards.functions import Scorer, named
-from quintain.rewards.text import completion_text
+from quintain.rewards.text import bare_word, completion_text
 from quintain.types import PromptText
 
 MATH_TIMEOUT_SECONDS = 5
@@ -52,8 +52,10 @@ def sentiment(*, distinct: bool = False) -> Scorer:
 
 def _first_uses(text: str) -> str:
     """The words of a text, each only where it occurs first, without regard to case or punctuation."""
-    words = {word.lower().strip(".,;:!?\"'()*"): word for word in reversed(text.split())}
-    return " ".join(reversed(words.values()))
+    words: dict[str, str] = {}
+    for word in text.split():
+        words.setdefault(bare_word(word), word)
+    return " ".join(words.values())
 
 
 def math_verify(column: str = "answer") -> Scorer:

@@ -54,10 +54,10 @@ class RewardFunction:
 
     def wants(self, keyword: str) -> bool:
         """Whether `keyword` is passed to it."""
-        if keyword in self.bound or keyword in self.keywords:
-            return keyword not in self.bound
+        if keyword in self.bound:
+            return False
         plural = self.concurrency > 0 and keyword in SINGULAR.values()
-        return self.takes_any and not plural
+        return keyword in self.keywords or (self.takes_any and not plural)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise ConfigError if a required keyword is neither standard nor a dataset column."""

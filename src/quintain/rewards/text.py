@@ -17,6 +17,11 @@ def completion_text(completion: PromptText) -> str:
     return "\n".join(_content_text(message.get("content")) for message in completion)
 
 
+def bare_word(word: str) -> str:
+    """A word for comparison: lower case, without punctuation around it (a word of punctuation alone keeps it)."""
+    return word.lower().strip(".,;:!?\"'()*") or word
+
+
 def _content_text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content if part.get("type") == "text")

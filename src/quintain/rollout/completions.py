@@ -98,7 +98,8 @@ def sampling_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-        # Weights that an enclosing autocast has cast in here carry no gradient: the training forward must not use them.
+        # Where PyTorch's issue 158232 is not fixed, an enclosing autocast would serve the casts made in here, which
+        # carry no gradient, to the training forward.
         torch.clear_autocast_cache()
 
 

@@ -126,7 +126,7 @@ class _Decoder:
         if "position_ids" in self._accepted:
             arguments["position_ids"] = positions
         if "logits_to_keep" in self._accepted:
-            pass
+            arguments["logits_to_keep"] = 1
         return self._model(**arguments).logits[:, -1]
 
 

@@ -100,7 +100,7 @@ class ConsoleTracker:
     def log_findings(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show what the doctor found at this step, above the live view."""
         for row in rows:
-            line = f"  {row['severity']}: {row['message']} {row['advice']}"
+            line = f"  {row['severity']}: {row['message'].rstrip('.')}. {row['advice']}"
             if self._live is None:
                 self._print(line)
             else:

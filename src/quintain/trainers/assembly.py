@@ -130,7 +130,7 @@ class Assembly:
         if prompts is None or prompts.num_prompts is None:
             if prompts is None and not 0 < config.warmup_steps < 1:
                 return ENDLESS
-            why = "a streamed dataset" if prompts else f"warmup_steps={config.warmup_steps}, a fraction, without dataset"
+            why = "a streamed dataset" if prompts else f"warmup_steps={config.warmup_steps} (a fraction)"
             raise ConfigError(f"max_steps must be set for {why}: the number of steps is not known otherwise.")
         return max(1, round((config.num_train_epochs or 1) * prompts.num_prompts / config.prompts_per_step))
 
@@ -180,8 +180,8 @@ class Assembly:
             source = model.config._name_or_path
             if not source:
                 raise ConfigError(
-                    "value_model='separate' starts from the policy's weights, and a model that was passed in loaded has "
-                    "no name to load them from. Pass value_model as a sequence-classification model, or use 'shared'."
+                    "value_model='separate' starts from the policy's weights, and a model that was passed in loaded "
+                    "has no name to load them from. Pass a sequence-classification model as value_model, or use 'shared'."
                 )
         with _seeded(self.generators["init"]):
             classifier = load_model(
@@ -276,7 +276,9 @@ def _copy_reference(policies: Policies, ref_model: Any, config: OnlineRLConfig) 
         )
     weights = {f"language_model.{name}": value for name, value in ref_model.named_parameters()}
     slot = policies.slots["ref"]
-    missing = [name for name, value in slot.tensors.items() if name not in weights or weights[name].shape != value.shape]
+    missing = [
+        name for name, value in slot.tensors.items() if name not in weights or weights[name].shape != value.shape
+    ]
     if missing:
         raise ConfigError(
             f"ref_model must have the policy's trainable parameters: it lacks {missing[0]} of the same shape "

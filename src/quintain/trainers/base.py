@@ -90,7 +90,7 @@ class OnlineRLTrainer(ManualLoop):
         self.generators, self.kl_controller = parts.generators, parts.kl_controller
         self.eval_prompts = parts.eval_prompts
         self.max_steps = parts.max_steps
-        self.first_update = FirstUpdateCheck(self.engine, self.config.dtype)
+        self.first_update = FirstUpdateCheck(self.engine, self.config.dtype, untrained=ref_model is None)
         self.run = Run(self, list(callbacks or []))
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -132,6 +132,7 @@ class OnlineRLTrainer(ManualLoop):
         for micro in minibatch.split(self.config.micro_batch_tokens, self.unit):
             outputs = self.policies.online(micro)
             micro = self.with_old_logprobs(micro, outputs)
+            statistics.add_means(self.first_update.observe(outputs, micro))
             loss = self.loss(outputs, micro)
             terms = {**loss.terms, **self.regularisers(outputs, micro)}
             means = {name: term.total / max(counts[term.unit], 1) for name, term in terms.items()}
@@ -165,7 +166,7 @@ class OnlineRLTrainer(ManualLoop):
 
     @property
     def kl_reward_coef(self) -> float:
-        """Weight of KL to the reference policy as a part of the reward, for algorithms whose `estimate` subtracts it."""
+        """Weight of KL to the reference policy as a part of the reward, for an `estimate` that subtracts it."""
         return 0.0
 
     @property
@@ -229,10 +230,9 @@ class OnlineRLTrainer(ManualLoop):
 
     def with_old_logprobs(self, rollouts: Rollouts, outputs: PolicyOutputs) -> Rollouts:
         """Fill in the old log-probabilities where the policy has not moved since it sampled."""
-        if rollouts.old_logprobs is None:
-            rollouts = rollouts.replace(old_logprobs=outputs.logprobs.detach().clone())
-        self.first_update.observe(outputs, rollouts)
-        return rollouts
+        if rollouts.old_logprobs is not None:
+            return rollouts
+        return rollouts.replace(old_logprobs=outputs.logprobs.detach().clone())
 
     def minibatches(self, rollouts: Rollouts, statistics: StepStatistics):  # type: ignore[no-untyped-def]
         """The mini-batches of every epoch; `stop_kl` ends the epochs once the policy has moved that far."""
@@ -247,7 +247,8 @@ class OnlineRLTrainer(ManualLoop):
         """Terms any algorithm may have: KL to the reference policy, and an entropy bonus."""
         terms = {}
         if self.kl_loss_coef > 0:
-            terms["kl"] = self.weighted(self.kl_loss_coef, self.aggregate(self.kl_to_reference(outputs, rollouts), rollouts))
+            kl = self.kl_to_reference(outputs, rollouts)
+            terms["kl"] = self.weighted(self.kl_loss_coef, self.aggregate(kl, rollouts))
         if self.config.entropy_coef:
             terms["entropy"] = self.weighted(-self.config.entropy_coef, self.aggregate(outputs.entropy, rollouts))
         return terms

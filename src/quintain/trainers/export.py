@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def save_policy(trainer: OnlineRLTrainer, folder: Path) -> None:
-    """The policy and its tokenizer. An adapter is merged into a copy of its base, and also kept on its own beside it."""
+    """The policy and its tokenizer. An adapter is merged into a copy of its base, and kept on its own beside it."""
     model = trainer.model
     if hasattr(model, "merge_and_unload"):
         model.save_pretrained(folder.with_name("adapter"))

@@ -37,7 +37,9 @@ class PPOTrainer(OnlineRLTrainer):
     config_class = PPOConfig
     config: PPOConfig
 
-    def __init__(self, model: Any, reward_funcs: Any = None, *args: Any, reward_model: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, *args: Any, reward_model: Any = None, **kwargs: Any
+    ) -> None:
         if reward_model is not None:
             given = [] if reward_funcs is None else reward_funcs
             reward_funcs = [*(given if isinstance(given, list | tuple) else [given]), reward_model]

@@ -109,6 +109,7 @@ class Run:
         checkpoint = _find_checkpoint(resume_from)
         if checkpoint is not None:
             load_checkpoint(checkpoint, self.parts)
+            self.trainer.first_update.untrained = False
             _log.info("resumed from %s", checkpoint)
         if self.is_main:
             if checkpoint is None and (earlier := set_aside_run(self.folder)) is not None:
