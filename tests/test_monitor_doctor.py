@@ -252,12 +252,6 @@ def test_a_gap_of_zero_is_no_news_while_no_gradient_flows() -> None:
     assert "target_not_moving" not in {finding.rule for finding in examine(GRPO, rows)}
 
 
-def test_an_infinite_gradient_norm_is_expected_of_loss_scaling_in_float16_only() -> None:
-    rows = with_changes(healthy_run(0, GRPO), 5, grad_norm=math.inf)[:8]
-    assert serious(examine({**GRPO, "dtype": "float16"}, rows)) == set()
-    assert serious(examine({**GRPO, "dtype": "float32"}, rows)) == {"non_finite"}
-
-
 def test_a_finding_is_repeated_only_after_the_cool_down_or_at_twice_the_size() -> None:
     rows = healthy_run(0, {**GRPO, "max_steps": 400})
     steady = with_changes(rows, 100, unscored_fraction=0.3)

@@ -1,4 +1,4 @@
-"""Slots: what a target or reference policy holds, how it moves, and what it says about tokens (S5-S8, S11, S27, S29)."""
+"""Slots: what a target or reference policy holds, how it moves, what it says about tokens (S5-S8, S11, S27, S29)."""
 
 from __future__ import annotations
 

@@ -45,10 +45,11 @@ def test_logprobs_are_those_of_the_tempered_softmax(temperature, expected):
 
 
 @pytest.mark.parametrize(
-    ("uniform", "token"), [(0.0, 0), (0.0999, 0), (0.1001, 1), (0.4999, 1), (0.5001, 2), (0.7001, 3), (1 - 2**-53, 3)]
+    ("uniform", "token"),
+    [(0.0, 0), (0.0999, 0), (0.1001, 1), (0.4999, 1), (0.5001, 2), (0.7001, 3), (1 - 2**-53, 3), (1.0, 3)],
 )
 def test_a_uniform_number_selects_the_token_whose_share_it_falls_into(uniform, token):
-    """Shares 0.1, 0.4, 0.2, 0.3 end at 0.1, 0.5, 0.7, 1."""
+    """Shares 0.1, 0.4, 0.2, 0.3 end at 0.1, 0.5, 0.7, 1. A number just below 1 becomes 1 in float32."""
     assert int(draw(LOGITS, torch.tensor([uniform], dtype=torch.float64))) == token
 
 
@@ -130,6 +131,16 @@ def test_recorded_logprobs_ignore_truncation_penalty_and_bans():
     # Token 1 is banned and token 0 penalised down to 0.02, so token 2 is the likeliest.
     assert int(token) == 2
     assert float(logprob) == pytest.approx(float((logits / 0.5).log_softmax(dim=1)[0, 2]), abs=1e-6)
+
+
+def test_bfloat16_logits_are_widened_before_anything_is_computed():
+    logits = torch.linspace(-3, 3, 50).to(torch.bfloat16).expand(200, 50)
+    uniforms = torch.linspace(0, 0.999, 200, dtype=torch.float64)
+    params = sampling(temperature=0.7, top_p=0.9)
+    expected_tokens, expected = next_tokens(logits.float(), uniforms, params)
+    tokens, logprobs = next_tokens(logits, uniforms, params)
+    assert torch.equal(tokens, expected_tokens) and torch.equal(logprobs, expected)
+    assert torch.equal(token_logprobs(logits, tokens, temperature=0.7), expected)
 
 
 def test_inputs_are_left_as_they_were():

@@ -77,7 +77,13 @@ def forms():
 
 @pytest.mark.parametrize(("trainer_class", "settings"), forms())
 def test_micro_batches_row_order_and_padding_change_no_gradient(trainer_class, settings, make_trainer):
-    settings = {**settings, "num_epochs": 1, "max_completion_length": 3, "min_completion_length": 3, "num_generations": 4}
+    settings = {
+        **settings,
+        "num_epochs": 1,
+        "max_completion_length": 3,
+        "min_completion_length": 3,
+        "num_generations": 4,
+    }
     trainer = make_trainer(trainer_class, **settings)
     rollouts = ragged_rollouts(trainer)
     whole = gradients(trainer, rollouts, 10_000)

@@ -121,8 +121,8 @@ class Rollouts:
     """Sampled completions and all that is known about them; each stage of a step returns a fuller copy.
 
     The first block comes from the engine, `rewards` and `scored` from the reward stage, the `*_logprobs` and `values`
-    from the policies, and the last block from the algorithm's `estimate`. An algorithm that needs another per-row
-    tensor puts it in `signals`.
+    from the policies, and the last block from the algorithm's `estimate`. Each is None until its stage has run. An
+    algorithm that needs another per-row tensor puts it in `signals`.
     """
 
     prompt_ids: Int[Tensor, "batch prompt"]
@@ -136,25 +136,25 @@ class Rollouts:
     completions: list[PromptText]
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
-    rewards: Float[Tensor, " batch"] | None = None
-    scored: Bool[Tensor, " batch"] | None = None
-    token_rewards: Float[Tensor, "batch completion"] | None = None
+    rewards: Float[Tensor, " batch"] = None
+    scored: Bool[Tensor, " batch"] = None
+    token_rewards: Float[Tensor, "batch completion"] = None
     reward_output: RewardOutput | None = None
 
-    old_logprobs: Float[Tensor, "batch completion"] | None = None
-    ref_logprobs: Float[Tensor, "batch completion"] | None = None
-    target_logprobs: Float[Tensor, "batch completion"] | None = None
-    reference_kl: Float[Tensor, "batch completion"] | None = None
+    old_logprobs: Float[Tensor, "batch completion"] = None
+    ref_logprobs: Float[Tensor, "batch completion"] = None
+    target_logprobs: Float[Tensor, "batch completion"] = None
+    reference_kl: Float[Tensor, "batch completion"] = None
     """Exact KL of the sampling policy to the reference; only where rewards need it and `kl_estimator="exact"`."""
-    values: Float[Tensor, "batch completion"] | None = None
+    values: Float[Tensor, "batch completion"] = None
 
-    advantages: Float[Tensor, "batch completion"] | None = None
-    returns: Float[Tensor, "batch completion"] | None = None
-    target_weights: Float[Tensor, " batch"] | None = None
+    advantages: Float[Tensor, "batch completion"] = None
+    returns: Float[Tensor, "batch completion"] = None
+    target_weights: Float[Tensor, " batch"] = None
     """TPO's target distribution over each group: sums to 1 over the group's scored rows."""
     signals: Mapping[str, Tensor] = field(default_factory=dict)
     """Further row-aligned tensors of an algorithm's own; the first axis is the batch."""
-    excluded: Bool[Tensor, " batch"] | None = None
+    excluded: Bool[Tensor, " batch"] = None
     """Rows kept out of the loss (cut-off completions under `mask_truncated_completions`)."""
     statistics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that `estimate` wants in the step's log."""

@@ -19,7 +19,9 @@ from quintain.errors import CheckpointError
 MANIFEST = "manifest.json"
 
 
-def save_checkpoint(folder: Path, step: int, parts: Mapping[str, Stateful], *, keep: int | None = None) -> Path:
+def save_checkpoint(
+    folder: Path, step: int, parts: Mapping[str, Stateful], *, keep: int | None = None, protect: int | None = None
+) -> Path:
     """Write every part of the run under `folder/step-NNNNNN` and return that path.
 
     Args:
@@ -27,6 +29,7 @@ def save_checkpoint(folder: Path, step: int, parts: Mapping[str, Stateful], *, k
         parts: name to anything with `state_dict`.
         keep: how many checkpoints to leave in the folder, the newest first; None keeps all. Older ones are removed
             only after the new one is whole.
+        protect: step of a checkpoint that stays whatever its age, such as the best one's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:06d}"
@@ -51,7 +54,8 @@ def save_checkpoint(folder: Path, step: int, parts: Mapping[str, Stateful], *, k
     _fsync(folder)
     if keep is not None:
         for old in list_checkpoints(folder)[: -max(keep, 1)]:
-            shutil.rmtree(old)
+            if old.name != f"step-{protect or 0:06d}":
+                shutil.rmtree(old)
     return final
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quintain.configs.load import Recipe, load_recipe, parse_arguments, read_recipe, recipe_from_dict
-from quintain.configs.runfolder import config_of_run, holds_run, remove_run
+from quintain.configs.runfolder import config_of_run, remove_run
 from quintain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ def train(arguments: Sequence[str]) -> int:
     # With several processes, the first one owns the folder and the terminal.
     leads = os.environ.get("RANK", "0") == "0"
     if leads:
-        if options.resume is None and not options.overwrite:
-            refuse_existing_run(folder)
         print(summary(recipe, options.resume), file=sys.stderr)
     trainer = build_trainer(recipe)
     trainer.run.settings = recipe.to_dict()
@@ -50,7 +48,7 @@ def train(arguments: Sequence[str]) -> int:
         # Only now: a recipe that cannot be built must not cost anyone an earlier run.
         remove_run(folder)
     trainer.train(resume_from=options.resume)
-    if trainer.run.step < trainer.max_steps:
+    if trainer.run.interrupted:
         return 130
     if leads:
         print(f"The policy is in {folder / 'model'}, the report in {folder / 'report.html'}.", file=sys.stderr)
@@ -101,15 +99,6 @@ def resolve_recipe(options: TrainOptions) -> Recipe:
     return recipe_from_dict(settings, {**options.overrides, "output_dir": str(options.resume)}, source=str(path))
 
 
-def refuse_existing_run(folder: Path) -> None:
-    """Raises ConfigError if a run is already in the folder: neither mixing two runs nor deleting one is safe."""
-    if holds_run(folder):
-        raise ConfigError(
-            f"{folder} already holds a run. Continue it with `quintain train --resume {folder}`, delete it first with "
-            "--overwrite, or keep it and train elsewhere with --output_dir."
-        )
-
-
 def summary(recipe: Recipe, resume: Path | None = None) -> str:
     """What is about to happen, in a few plain lines."""
     config = recipe.config
@@ -124,7 +113,7 @@ def summary(recipe: Recipe, resume: Path | None = None) -> str:
         f"learning rate {config.learning_rate:g}",
         f"  run:     {config.output_dir}, seed {config.seed}",
     ]
-    return "\n".join(lines + [f"note: {note}" for note in (*recipe.notes, *config.notes)])
+    return "\n".join(lines + [f"note: {note}" for note in recipe.notes])
 
 
 def reward_names(rewards: Any) -> str:

@@ -23,7 +23,8 @@ class PPOConfig(OnlineRLConfig):
     kl_coef: float = 0.05
     """Weight of KL to the reference policy, subtracted from each token's reward."""
     kl_in_loss: float = 0.0
-    """Weight of KL to the reference policy in the loss, besides clipping. Use kl_estimator="k2" or "exact" with it."""
+    """Weight of KL to the reference policy in the loss, besides clipping. Where kl_estimator is "k1", whose expected
+    gradient in a loss is zero, the loss uses "k2", whose gradient is KL's own."""
     cliprange: float = 0.2
     """Half-width of the interval around 1 in which the probability ratio earns gradient."""
     dual_clip: float | None = None
@@ -80,8 +81,19 @@ class PPOConfig(OnlineRLConfig):
 
     def check(self) -> None:
         super().check()
-        if self.kl_in_loss > 0:
-            _note_k1_in_loss(self, "kl_in_loss")
+        if self.target_values and not self.use_target_policy:
+            raise ConfigError(
+                "target_values=True takes values from a target policy, and use_target_policy=False. Set "
+                "use_target_policy=True."
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.cliprange:
+            raise ConfigError(
+                f"dual_clip={self.dual_clip} must be above 1 + cliprange = {1 + self.cliprange}: below it, it would "
+                f"cut what the clip range allows. Use dual_clip=3 or leave it unset."
+            )
+
+    def _target_is_used(self) -> bool:
+        return self.target_values or super()._target_is_used()
 
 
 @dataclass

@@ -46,8 +46,8 @@ class ModelFields:
     """How a model named by text is loaded, and in which precision it computes."""
 
     dtype: str = "float32"
-    """Precision of the forward pass: "float32", or "bfloat16" or "float16" for autocast over float32 weights. "auto" is
-    bfloat16 where the accelerator computes in it, else float32."""
+    """Precision of the forward pass: "float32", or "bfloat16" for autocast over float32 weights. "auto" is bfloat16
+    where the accelerator computes in it, else float32."""
     model_init_kwargs: dict[str, Any] | None = None
     """Keyword arguments for `from_pretrained`, when the model is given by name."""
     trust_remote_code: bool = False

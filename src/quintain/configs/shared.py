@@ -32,7 +32,7 @@ SHARED_RULES: dict[str, Rule] = {
     "num_epochs": Number("[1, inf)", whole=True),
     "num_mini_batches": Number("[1, inf)", whole=True),
     "micro_batch_tokens": Number("[1, inf)", whole=True),
-    "dtype": OneOf(("float32", "bfloat16", "float16", "auto")),
+    "dtype": OneOf(("float32", "bfloat16", "auto")),
     "prompts_per_step": Number("[1, inf)", whole=True),
     "num_generations": Number("[1, inf)", whole=True),
     "max_completion_length": Number("[1, inf)", whole=True),

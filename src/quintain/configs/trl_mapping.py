@@ -64,12 +64,8 @@ def _take(config: Any, name: str, ours: str, value: Any, notes: list[str]) -> No
 
 def _map_single_values(config: Any, notes: list[str]) -> None:
     """Options that stand for one value of one of our fields."""
-    if config.bf16 and config.fp16:
-        raise ConfigError("bf16 and fp16 are both true: set one, or dtype='bfloat16' or 'float16'.")
     if config.bf16:
         _take(config, "bf16", "dtype", "bfloat16", notes)
-    if config.fp16:
-        _take(config, "fp16", "dtype", "float16", notes)
     if config.use_vllm:
         _take(config, "use_vllm", "rollout_engine", "vllm", notes)
     for name, ours in (("save_strategy", "save_steps"), ("eval_strategy", "eval_steps")):

@@ -49,8 +49,6 @@ class TRLNames:
     # One value of one of our fields.
     bf16: bool | None = None
     """From TRL: dtype="bfloat16"."""
-    fp16: bool | None = None
-    """From TRL: dtype="float16"."""
     use_vllm: bool | None = None
     """From TRL: rollout_engine="vllm"."""
     save_strategy: str | None = None
@@ -89,6 +87,8 @@ class TRLNames:
     """From TRL: no effect."""
 
     # Refused unless switched off.
+    fp16: bool | None = None
+    """From TRL: refused."""
     push_to_hub: bool | None = None
     """From TRL: refused."""
     load_best_model_at_end: bool | None = None
@@ -155,6 +155,7 @@ NO_EFFECT = {
 }
 
 REFUSED = {
+    "fp16": "Use bf16=True or dtype='bfloat16', which needs no loss scaling.",
     "push_to_hub": "Upload the run's model/ folder with `hf upload` when training is done.",
     "load_best_model_at_end": "Set metric_for_best_model and load the checkpoint that it keeps.",
     "generation_kwargs": "Set temperature, top_p, top_k, min_p, repetition_penalty, stop_strings or stop_token_ids.",

@@ -78,7 +78,6 @@ class StepStatistics:
         mask = rollouts.loss_mask
         count = mask.sum()
         logprobs = outputs.logprobs.detach()
-        assert rollouts.old_logprobs is not None
         difference = torch.where(mask, logprobs - rollouts.old_logprobs, 0.0)
         self.add_means(
             {
@@ -100,7 +99,7 @@ class StepStatistics:
 
     def result(self) -> dict[str, float]:
         """All numbers of the step, as floats."""
-        means = {name: self.mean(name) for name in self._sums}
+        means = {name: float(self._sums[name] / self._counts[name].clamp(min=1)) for name in self._sums}
         losses = {name: sum(values) / len(values) for name, values in self._losses.items()}
         seconds = {f"time/{stage}": value for stage, value in self._seconds.items()}
         maxima = {name: float(value) for name, value in self._maxima.items()}
@@ -133,7 +132,6 @@ def reward_statistics(rollouts: Rollouts) -> dict[str, float]:
 
     `reward_std` is the sample standard deviation over all scored completions of the step.
     """
-    assert rollouts.rewards is not None and rollouts.scored is not None
     scored = rollouts.scored
     kept = rollouts.rewards[scored].double()
     numbers = {

@@ -120,5 +120,3 @@ def token_entropy(
         logprobs = (row.float() / temperature).log_softmax(dim=-1)
         rows.append(-(logprobs.exp() * logprobs).sum(dim=-1))
     return torch.stack(rows)
-
-

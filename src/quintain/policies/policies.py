@@ -142,5 +142,3 @@ def disable_dropout(module: nn.Module) -> None:
     Evaluation mode also switches off dropout that a model applies by rate instead of by layer.
     """
     module.eval()
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ from quintain.types import SamplingParams
 
 if TYPE_CHECKING:
     from quintain.trainers.base import OnlineRLTrainer
+
+_log = logging.getLogger(__name__)
 
 ENDLESS = 10**9
 """Steps of a run that is driven by hand: no end is known, so that a falling learning rate in effect stays."""
@@ -61,6 +64,8 @@ class Assembly:
             )
         train_dataset = None if train_dataset is None else load_dataset_reference(train_dataset)
         eval_dataset = None if eval_dataset is None else load_dataset_reference(eval_dataset)
+        for note in config.notes:
+            _log.warning("note: %s", note)
         self.generators = Generators(config.seed, GENERATORS)
         self.accelerator = Accelerator(
             mixed_precision=_mixed_precision(config.dtype),
@@ -112,7 +117,7 @@ class Assembly:
             PromptFormat(
                 self.tokenizer,
                 max_prompt_length=config.max_prompt_length,
-                overlong_prompts=config.overlong_prompts,
+                overlong_prompts=config.overlong_prompts,  # type: ignore[arg-type]
                 chat_template_kwargs=config.chat_template_kwargs,
                 system_prompt=config.system_prompt,
             ),
@@ -181,7 +186,8 @@ class Assembly:
             if not source:
                 raise ConfigError(
                     "value_model='separate' starts from the policy's weights, and a model that was passed in loaded "
-                    "has no name to load them from. Pass a sequence-classification model as value_model, or use 'shared'."
+                    "has no name to load them from. Pass a sequence-classification model as value_model, or say "
+                    "'shared'."
                 )
         with _seeded(self.generators["init"]):
             classifier = load_model(
@@ -248,6 +254,7 @@ def _kl_controller(config: OnlineRLConfig) -> FixedKLController | AdaptiveKLCont
     """The coefficient that the algorithm's first KL weight starts from."""
     start = float(getattr(config, config.kl_weights[0])) if config.kl_weights else 0.0
     if config.kl_control == "adaptive":
+        assert config.target_kl is not None  # the config has checked
         return AdaptiveKLController(start, target=config.target_kl, horizon=config.kl_horizon)
     return FixedKLController(start)
 
@@ -255,7 +262,7 @@ def _kl_controller(config: OnlineRLConfig) -> FixedKLController | AdaptiveKLCont
 def _mixed_precision(dtype: str) -> str:
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
-    return {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[dtype]
+    return {"float32": "no", "bfloat16": "bf16"}[dtype]
 
 
 def _zero_dropout(module: nn.Module) -> None:

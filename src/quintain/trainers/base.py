@@ -190,6 +190,7 @@ class OnlineRLTrainer(ManualLoop):
 
     def generate_rollouts(self) -> Rollouts:
         """Draw the next prompts and complete each `num_generations` times."""
+        assert self.prompts is not None  # train() has checked
         return self.complete(self.prompts.next_batch(), self.sampling, self.generators["rollout"])
 
     def complete(self, prompts: Prompts, sampling: SamplingParams, generator: torch.Generator) -> Rollouts:
@@ -200,6 +201,7 @@ class OnlineRLTrainer(ManualLoop):
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """Ask the reward functions, and apply the penalties that do not depend on text."""
+        assert self.reward is not None  # train() has checked
         output = self.reward.score(rollouts, self.run.state)
         return rollouts.replace(
             rewards=self.penalise(output.rewards, rollouts),
@@ -238,7 +240,7 @@ class OnlineRLTrainer(ManualLoop):
         """The mini-batches of every epoch; `stop_kl` ends the epochs once the policy has moved that far."""
         self.first_update.arm()
         for epoch in range(self.config.num_epochs):
-            if epoch and self.config.stop_kl and statistics.mean("kl") > self.config.stop_kl:
+            if epoch and self.config.stop_kl and (statistics.mean("kl") or 0.0) > self.config.stop_kl:
                 statistics.set(epochs_skipped=self.config.num_epochs - epoch)
                 return
             yield from rollouts.minibatches(self.config.num_mini_batches, self.unit, self.generators["minibatch"])
@@ -279,7 +281,6 @@ class OnlineRLTrainer(ManualLoop):
 
     def describe(self, rollouts: Rollouts, statistics: StepStatistics) -> StepStatistics:
         """Add the numbers of the rollout itself, and let the KL controller see the step."""
-        assert rollouts.rewards is not None and rollouts.scored is not None
         statistics.update(reward_statistics(rollouts))
         statistics.update(rollout_statistics(rollouts, self.config.max_completion_length))
         statistics.update(rollouts.statistics)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from quintain.advantages.group import group_centred_batch_scaled, group_mean_centred, group_relative
@@ -49,7 +51,7 @@ class GRPOTrainer(OnlineRLTrainer):
             per_token = cispo(logprobs, old_logprobs, advantages, clip_high=1 + high)
             clipped = ratio > 1 + high
         else:
-            bounds = {"clip_range": config.epsilon, "clip_range_high": high, "dual_clip": config.delta}
+            bounds: dict[str, Any] = {"clip_range": config.epsilon, "clip_range_high": high, "dual_clip": config.delta}
             per_token = clipped_surrogate_from_ratio(ratio, advantages, **bounds)
             clipped = clipped_tokens(ratio, advantages, **bounds)
         return LossOutput(

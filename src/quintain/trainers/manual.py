@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quintain.monitor.statistics import StepStatistics
     from quintain.trainers.base import OnlineRLTrainer
 
-Tokens = Sequence[int] | Tensor
+Tokens: TypeAlias = Sequence[int] | Tensor
 
 ALIASES = {"mean_reward": "reward", "clip_frac": "clip_fraction", "value_loss": "loss/value"}
 """Short keys of `step`'s result, and the metrics they stand for."""

@@ -58,9 +58,7 @@ def build_optimizers(config: OnlineRLConfig, parameters: Mapping[str, nn.Paramet
         return [makers[config.optim](list(_groups(config, parameters)))]
     matrices = {name: value for name, value in parameters.items() if _is_hidden_matrix(name, value)}
     others = {name: value for name, value in parameters.items() if name not in matrices}
-    return [
-        makers[kind](list(_groups(config, part))) for kind, part in (("muon", matrices), ("adamw", others)) if part
-    ]
+    return [makers[kind](list(_groups(config, part))) for kind, part in (("muon", matrices), ("adamw", others)) if part]
 
 
 def _groups(config: OnlineRLConfig, parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Any]]:
@@ -174,4 +172,3 @@ def build_optimization(
         else:
             schedulers.append(scheduler)
     return Optimization(parameters, optimizers, schedulers, max_grad_norm=config.max_grad_norm)
-

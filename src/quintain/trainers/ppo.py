@@ -62,6 +62,12 @@ class PPOTrainer(OnlineRLTrainer):
     def reads_old_logprobs(self) -> bool:
         return True
 
+    def kl_to_reference(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
+        """In the loss, k1 gives way to k2: its expected gradient there is zero."""
+        if self.config.kl_estimator != "k1":
+            return super().kl_to_reference(outputs, rollouts)
+        return ESTIMATORS["k2"](outputs.logprobs - self.reference_logprobs(rollouts))
+
     def estimate(self, rollouts: Rollouts) -> Rollouts:
         """Scores become per-token rewards, and these become advantages and returns."""
         mask = rollouts.loss_mask
@@ -125,6 +131,7 @@ class PPOTrainer(OnlineRLTrainer):
 
     def loss(self, outputs: PolicyOutputs, rollouts: Rollouts) -> LossOutput:
         """Actor and critic loss over the valid tokens, which the hooks receive flat."""
+        assert outputs.values is not None  # every PPOTrainer has a value model
         mask = rollouts.loss_mask
         ratio = probability_ratio((outputs.logprobs - rollouts.old_logprobs)[mask])
         advantages = rollouts.advantages[mask]
@@ -153,7 +160,7 @@ class PPOTrainer(OnlineRLTrainer):
         return clipped_value_loss(values, old_values, returns, clip_range=self.config.cliprange_value)
 
     @property
-    def clip_bounds(self) -> dict[str, float | None]:
+    def clip_bounds(self) -> dict[str, Any]:
         return {"clip_range": self.config.cliprange, "dual_clip": self.config.dual_clip}
 
     @staticmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quintain.advantages.group import leave_one_out
 from quintain.configs.algorithms import RLOOConfig
 from quintain.kl.estimators import ESTIMATORS
@@ -44,7 +46,7 @@ class RLOOTrainer(OnlineRLTrainer):
         """Clipped surrogate of each completion's own probability ratio, averaged over completions."""
         rows, advantages = rollouts.loss_rows, rollouts.advantages[:, 0]
         ratio = summed_sequence_ratio(outputs.logprobs, rollouts.old_logprobs, rollouts.loss_mask)
-        bounds = {"clip_range": self.config.epsilon, "clip_range_high": self.config.epsilon_high}
+        bounds: dict[str, Any] = {"clip_range": self.config.epsilon, "clip_range_high": self.config.epsilon_high}
         per_sequence = clipped_surrogate_from_ratio(ratio, advantages, **bounds)
         clipped = clipped_tokens(ratio, advantages, **bounds).to(ratio.dtype)
         return LossOutput(

@@ -44,7 +44,7 @@ class Counter:
     def __init__(self) -> None:
         self.step = 0
         self.best: float | None = None
-        self.seconds = 0.0
+        self.best_step: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -64,7 +64,7 @@ class Run:
         self.doctor = Doctor(self.config.to_dict())
         self.settings: dict[str, Any] = {"algorithm": type(trainer).__name__, **self.config.to_dict()}
         """What goes into config.yaml; the command replaces it by the whole recipe."""
-        self.stopping = False
+        self.stopping = self.interrupted = False
         self._nonfinite = 0
         self._saved_at = -1
         self._trackers: list[Any] = []
@@ -105,7 +105,7 @@ class Run:
         The first Ctrl-C ends the run after the step in progress, with a checkpoint; a second one ends it at once.
         """
         self._require_data()
-        self.stopping = False
+        self.stopping = self.interrupted = False
         checkpoint = _find_checkpoint(resume_from)
         if checkpoint is not None:
             load_checkpoint(checkpoint, self.parts)
@@ -141,7 +141,7 @@ class Run:
             self.stopping = True
         checkpoint_wanted = any(finding.action == "checkpoint" for finding in findings)
         due = self.config.save_steps and self.step % self.config.save_steps == 0
-        if due or checkpoint_wanted or self.callbacks.control.should_save:
+        if due or checkpoint_wanted or self.callbacks.control.should_save or self._is_best(row):
             self.save_checkpoint()
         self._step_started = time.perf_counter()
 
@@ -150,7 +150,11 @@ class Run:
         path = self.folder / "checkpoints" / f"step-{self.step:06d}"
         if self._saved_at != self.step and self.is_main:
             path = save_checkpoint(
-                self.folder / "checkpoints", self.step, self.parts, keep=self.config.save_total_limit
+                self.folder / "checkpoints",
+                self.step,
+                self.parts,
+                keep=self.config.save_total_limit,
+                protect=self.counter.best_step,
             )
             self.callbacks.saved(self.step)
         self._saved_at = self.step
@@ -173,13 +177,20 @@ class Run:
 
     def _timing(self, statistics: StepStatistics) -> dict[str, float]:
         seconds = time.perf_counter() - self._step_started
-        self.counter.seconds += seconds
         tokens = int(statistics.rollouts.completion_mask.sum()) if statistics.rollouts is not None else 0
         return {
             "time/step": seconds,
             "tokens_per_second": tokens * self.trainer.accelerator.num_processes / max(seconds, 1e-9),
             "memory_peak_gb": peak_memory_gb(),
         }
+
+    def _is_best(self, row: dict[str, float]) -> bool:
+        """Whether `metric_for_best_model` has never been higher than in this row."""
+        value = row.get(self.config.metric_for_best_model or "")
+        if value is None or (self.counter.best is not None and value <= self.counter.best):
+            return False
+        self.counter.best, self.counter.best_step = float(value), self.step
+        return True
 
     def _watch_for_nonfinite(self, row: dict[str, float]) -> None:
         self._nonfinite = 0 if math.isfinite(row["grad_norm"]) else self._nonfinite + 1
@@ -221,16 +232,16 @@ class Run:
             self.trainer.accelerator.end_training()
 
     def _finish(self) -> None:
-        interrupted = self.step < self.trainer.max_steps
-        if interrupted or self.config.save_steps:
+        unfinished = self.step < self.trainer.max_steps
+        if unfinished or self.config.save_steps:
             checkpoint = self.save_checkpoint()
-        if self.is_main and not interrupted:
+        if self.is_main and not self.interrupted:
             save_policy(self.trainer, self.folder / "model")
             save_value_model(self.trainer, self.folder / "value_model")
         self._close_trackers()
         if self.is_main:
             write_report([self.folder])  # after the trackers have written their last line
-            if interrupted:
+            if unfinished:
                 print(
                     f"Stopped after step {self.step} of {self.trainer.max_steps}; checkpoint in {checkpoint}.\n"
                     f"Go on with: quintain train --resume {self.folder}",
@@ -246,7 +257,7 @@ class Run:
 
         def stop_after_step(_signal: int, _frame: Any) -> None:
             signal.signal(signal.SIGINT, previous)
-            self.stopping = True
+            self.stopping = self.interrupted = True
             print("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.", file=sys.stderr)
 
         previous = signal.signal(signal.SIGINT, stop_after_step)

@@ -13,9 +13,6 @@ MUST_BE_FINITE = ("loss", "loss/", "grad_norm", "kl", "ref_kl", "target_kl_gap",
 def non_finite(history: History) -> Sighting | None:
     """A number that steers the run is NaN or infinite."""
     bad = [key for key in history.non_finite if key in MUST_BE_FINITE or key.startswith("loss/")]
-    if history.settings.get("dtype") == "float16":
-        # Dynamic loss scaling overflows now and then by design, and skips that update.
-        bad = [key for key in bad if key != "grad_norm"]
     if not bad:
         return None
     return Sighting(f"not finite: {', '.join(bad)}", {"non_finite_metrics": len(bad)}, size=1.0)
@@ -133,10 +130,7 @@ OPTIMISATION_RULES = (
         stage="optimisation",
         severity="error",
         action="checkpoint",
-        sees=(
-            "A loss, gradient norm, KL, entropy, ratio or reward is NaN or infinite (in float16 a gradient norm may "
-            "be: loss scaling skips that update)."
-        ),
+        sees="A loss, gradient norm, KL, entropy, ratio or reward is NaN or infinite.",
         limits={},
         meaning=(
             "One such step changes no weight, because an update with a gradient that is not finite is left out. A "
