@@ -121,6 +121,8 @@ def test_a_missing_column_is_refused_at_construction_with_the_available_ones() -
 def test_a_misspelt_keyword_gets_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'completions'"):
         RewardPipeline(lambda completion: [0.0], columns=[])
+    with pytest.raises(ConfigError, match="Did you mean 'prompts'"):
+        RewardPipeline(lambda prompt: [0.0], columns=["prompt"])
 
 
 def test_an_exception_is_kept_and_the_row_it_had_reached_is_named() -> None:

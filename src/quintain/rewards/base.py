@@ -65,10 +65,10 @@ class RewardPipeline:
         self.reward_clip = _clip_bounds(reward_clip)
         self._warned: set[str] = set()
         if columns is not None:
-            columns = list(columns)
+            columns = set(columns) - {"prompt"}  # functions get it as `prompts`
             for function in self.functions:
                 function.check_columns(columns)
-            for name in set(columns) & set(STANDARD_KEYWORDS):
+            for name in columns & set(STANDARD_KEYWORDS):
                 logger.warning(
                     "Reward functions get the sampled values under %r, not the dataset column of that name.", name
                 )

@@ -68,7 +68,7 @@ def numeric_match(column: str = "answer", *, tolerance: float = 1e-6) -> Scorer:
     """1 where the completion's last number equals the reference, else 0. Not scored without a reference.
 
     Thousands separators, currency signs and a full stop after the number are understood. A text reference counts by its
-    last number, after the last "####" if it has one.
+    last number too, so that solutions ending in "#### 72" need no preparation.
 
     Args:
         column: dataset column with the reference, a number or text.
@@ -102,7 +102,7 @@ def last_number(text: str) -> float | None:
 def _reference_number(reference: Any, column: str) -> float:
     if not isinstance(reference, str):
         return float(reference)
-    number = last_number(reference.rsplit("####", 1)[-1])
+    number = last_number(reference)
     if number is None:
         raise ValueError(f"numeric_match: column {column!r} holds {reference!r}, in which there is no number.")
     return number
