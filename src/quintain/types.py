@@ -243,7 +243,8 @@ class Rollouts:
         blocks = self._blocks(keep)
         order = torch.randperm(len(blocks), generator=generator).tolist()
         for part in range(number):
-            rows = [row for position in order[part::number] for row in blocks[position]]
+            # In their first order, in which completions of one prompt stand together and can share it.
+            rows = sorted(row for position in order[part::number] for row in blocks[position])
             if rows:
                 yield self.select(rows)
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from quintain.kl.estimators import exact_kl
+from quintain.policies.layout import Layout, best_pack_size, lay_out
 from quintain.types import PolicyOutputs, Rollouts
+
+ENTROPY_CHUNK_TOKENS = 256
+"""Tokens whose whole distribution is held at once when entropies are computed."""
+SHARING_TOLERANCE = 1e-3
+"""Largest log-probability difference, in nats, between shared and plain prompts that rounding explains."""
+
+_log = logging.getLogger(__name__)
 
 
 class ActorCritic(nn.Module):
@@ -29,8 +36,12 @@ class ActorCritic(nn.Module):
         self.language_model = language_model
         self.value_model = value_model
         base = language_model.get_base_model() if hasattr(language_model, "get_base_model") else language_model
-        self._keeps_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._head: nn.Module = base.get_output_embeddings()
+        config = base.config.get_text_config()
+        linear = sum(value.numel() for name, value in base.named_parameters() if "embed" not in name)
+        self._token_cost = 2.0 * linear
+        self._pair_cost = 4.0 * config.hidden_size * config.num_hidden_layers
+        self.shares_prompts = can_share_prompts(self, config.vocab_size)
 
     def forward(
         self,
@@ -43,80 +54,130 @@ class ActorCritic(nn.Module):
         """Log-probabilities, entropy and values of every completion token, at the sampling temperature.
 
         Args:
-            rollouts: the sequences; only ids and masks are read.
+            rollouts: the sequences; only ids, masks and groups are read.
             temperature: divides the logits, as it did when sampling; > 0.
             reference_logits: another policy's `completion_logits`, for the exact KL to it.
             entropy_gradient: keep the graph through the entropy (needed only for an entropy bonus).
             want_values: also run the value model, where there is one.
         """
-        with self._hidden_states() as captured:
-            logits = self.completion_logits(rollouts)
-        mask = rollouts.completion_mask
-        values = None
+        layout = self.lay_out(rollouts)
+        logits, hidden = self._logits_and_hidden(layout)
+        ids = rollouts.completion_ids[rollouts.completion_mask]
+        values = kl = None
         if self.value_model is not None and want_values:
-            hidden = captured["hidden"][:, -mask.shape[1] - 1 : -1]
-            values = torch.where(mask, self.value_model(rollouts, hidden).float(), 0.0)
-        kl = None
+            values = layout.scatter(self.value_model(layout, hidden).float())
         if reference_logits is not None:
-            kl = torch.where(mask, exact_kl(logits / temperature, reference_logits / temperature), 0.0)
+            kl = layout.scatter(exact_kl(logits / temperature, reference_logits / temperature))
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
-            entropy = torch.where(mask, token_entropy(logits, temperature), 0.0)
-        logprobs = torch.where(mask, token_logprobs(logits, rollouts.completion_ids, temperature), 0.0)
+            entropy = layout.scatter(token_entropy(logits, temperature))
+        logprobs = layout.scatter(token_logprobs(logits, ids, temperature))
         return PolicyOutputs(logprobs=logprobs, entropy=entropy, values=values, exact_kl=kl)
 
-    def completion_logits(self, rollouts: Rollouts) -> Float[Tensor, "batch completion vocab"]:
-        """Logits that predict each completion token, in float32, before the temperature."""
-        keep = rollouts.completion_ids.shape[1] + 1
-        inputs = model_inputs(rollouts)
-        if self._keeps_logits:
-            inputs["logits_to_keep"] = keep
-        logits = self.language_model(**inputs, use_cache=False).logits
-        # The head ran on the last prompt token and all completion tokens; the last of these predicts nothing sampled.
-        return logits[:, -keep:-1].float()
+    def completion_logits(self, rollouts: Rollouts) -> Float[Tensor, "valid vocab"]:
+        """Logits that predict each valid completion token, in row order, in float32, before the temperature."""
+        return self._logits_and_hidden(self.lay_out(rollouts))[0]
+
+    def lay_out(self, rollouts: Rollouts) -> Layout:
+        """The layout with the least arithmetic that this model computes rightly."""
+        if not self.shares_prompts:
+            return lay_out(rollouts, 1)
+        return lay_out(rollouts, best_pack_size(rollouts, token_cost=self._token_cost, pair_cost=self._pair_cost))
+
+    def _logits_and_hidden(self, layout: Layout) -> tuple[Float[Tensor, "valid vocab"], Float[Tensor, "valid width"]]:
+        with self._head_at(layout) as caught:
+            logits = self.language_model(**layout.inputs, use_cache=False).logits[0]
+        return at_least_float32(logits), caught[0]
 
     @contextmanager
-    def _hidden_states(self) -> Iterator[dict[str, Tensor]]:
-        """Catch what enters the output embedding: the last hidden states of exactly the positions it is applied to."""
-        captured: dict[str, Tensor] = {}
-        if self.value_model is None:
-            yield captured
-            return
+    def _head_at(self, layout: Layout) -> Iterator[list[Tensor]]:
+        """Apply the output embedding at the predicting positions only, and catch the hidden states that enter it.
 
-        def catch(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            captured["hidden"] = arguments[0]
+        A hook keeps whatever the model does to its logits afterwards, such as scaling or soft-capping.
+        """
+        caught: list[Tensor] = []
 
-        handle = self._head.register_forward_pre_hook(catch)
+        def keep_predicting(_module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            caught.append(layout.gather(arguments[0]))
+            return (caught[0][None], *arguments[1:])
+
+        handle = self._head.register_forward_pre_hook(keep_predicting)
         try:
-            yield captured
+            yield caught
         finally:
             handle.remove()
 
 
-def model_inputs(rollouts: Rollouts) -> dict[str, Any]:
-    """Token ids, attention mask and position ids of prompt and completion, as a transformers model takes them."""
-    mask = torch.cat([rollouts.prompt_mask, rollouts.completion_mask], dim=1)
-    return {
-        "input_ids": torch.cat([rollouts.prompt_ids, rollouts.completion_ids], dim=1),
-        "attention_mask": mask.long(),
-        # Counted over valid tokens, so that left padding does not shift absolute positions.
-        "position_ids": (mask.long().cumsum(dim=1) - 1).clamp(min=0),
-    }
+def can_share_prompts(module: ActorCritic, vocabulary: int) -> bool:
+    """Whether the model honours a mask of who sees whom: measured once, on two completions of one prompt.
+
+    Sliding windows, recurrent layers and position biases do not, and such models get each prompt once a completion.
+    """
+    modes = {part: part.training for part in module.modules()}
+    with torch.no_grad():
+        module.eval()
+        generator = torch.Generator().manual_seed(0)
+        length = _probe_length(module.language_model)
+        ids = torch.randint(vocabulary, (2, length), generator=generator).to(_device(module))
+        prompt = ids[:1].expand(2, -1)
+        ones = torch.ones_like(ids, dtype=torch.bool)
+        probe = Rollouts(
+            prompt_ids=prompt,
+            prompt_mask=ones,
+            completion_ids=ids.flip(0),
+            completion_mask=ones,
+            stopped=ones[:, 0],
+            sampling_logprobs=torch.zeros_like(ids, dtype=torch.float32),
+            group_ids=torch.zeros_like(ids[:, 0]),
+            prompts=["", ""],
+            completions=["", ""],
+        )
+        try:
+            plain, shared = (
+                token_logprobs(module._logits_and_hidden(lay_out(probe, size))[0], probe.completion_ids.flatten(), 1.0)
+                for size in (1, 2)
+            )
+        except (ValueError, TypeError, RuntimeError) as error:
+            _log.info("prompts are not shared in the training pass: the model refused the mask (%s)", error)
+            return False
+        finally:
+            for part, training in modes.items():
+                part.training = training
+    difference = float((plain - shared).abs().max())
+    if difference > SHARING_TOLERANCE:
+        _log.info("prompts are not shared in the training pass: log-probabilities would differ by %.3g", difference)
+    return difference <= SHARING_TOLERANCE
+
+
+def _probe_length(model: nn.Module) -> int:
+    """Tokens a side: enough to reach past a sliding window, where the model has one."""
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    window = getattr(config, "sliding_window", None)
+    return min(int(window or 8) + 2, int(getattr(config, "max_position_embeddings", 64)) // 2)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Half-precision numbers as float32; others as they are."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def token_logprobs(
-    logits: Float[Tensor, "batch completion vocab"], ids: Int[Tensor, "batch completion"], temperature: float
-) -> Float[Tensor, "batch completion"]:
-    """Log-probability of each id under softmax(logits / temperature), in nats and float32."""
-    scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
+    logits: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens"], temperature: float
+) -> Float[Tensor, "*tokens"]:
+    """Log-probability of each id under softmax(logits / temperature), in nats and at least float32."""
+    scaled = at_least_float32(logits)
+    if temperature != 1.0:
+        scaled = scaled / temperature
     return scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
 
 
-def token_entropy(
-    logits: Float[Tensor, "batch completion vocab"], temperature: float
-) -> Float[Tensor, "batch completion"]:
-    """Entropy of softmax(logits / temperature) at each position, in nats, one row at a time to bound memory."""
-    rows = []
-    for row in logits:
-        logprobs = (row.float() / temperature).log_softmax(dim=-1)
-        rows.append(-(logprobs.exp() * logprobs).sum(dim=-1))
-    return torch.stack(rows)
+def token_entropy(logits: Float[Tensor, "tokens vocab"], temperature: float) -> Float[Tensor, " tokens"]:
+    """Entropy of softmax(logits / temperature) at each position, in nats, a chunk at a time to bound memory."""
+    chunks = []
+    for chunk in logits.split(ENTROPY_CHUNK_TOKENS):
+        logprobs = (at_least_float32(chunk) / temperature).log_softmax(dim=-1)
+        chunks.append(-(logprobs.exp() * logprobs).sum(dim=-1))
+    return torch.cat(chunks)

@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from quintain.errors import ConfigError
-from quintain.policies.forward import model_inputs
-from quintain.types import Rollouts
+from quintain.policies.layout import Layout
 
 
 class SharedValueHead(nn.Module):
@@ -27,10 +26,8 @@ class SharedValueHead(nn.Module):
         nn.init.zeros_(self.score.weight)
         self.detach = detach
 
-    def forward(
-        self, rollouts: Rollouts, hidden: Float[Tensor, "batch completion hidden"]
-    ) -> Float[Tensor, "batch completion"]:
-        """Value of the state before each completion token is drawn."""
+    def forward(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, " valid"]:
+        """Value of the state before each valid completion token is drawn."""
         if self.detach:
             hidden = hidden.detach()
         return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
@@ -48,14 +45,10 @@ class SeparateValueModel(nn.Module):
             )
         self.classifier = classifier
 
-    def forward(
-        self, rollouts: Rollouts, hidden: Float[Tensor, "batch completion hidden"]
-    ) -> Float[Tensor, "batch completion"]:
-        """Value of the state before each completion token is drawn; `hidden`, the policy's, is not read."""
-        backbone = self.classifier.base_model
-        states = backbone(**model_inputs(rollouts), use_cache=False).last_hidden_state
-        completion = rollouts.completion_ids.shape[1]
-        return self.classifier.score(states[:, -completion - 1 : -1]).squeeze(-1)  # type: ignore[operator, union-attr]
+    def forward(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, " valid"]:
+        """Value of the state before each valid completion token is drawn; `hidden`, the policy's, is not read."""
+        states = self.classifier.base_model(**layout.inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
+        return self.classifier.score(layout.gather(states)).squeeze(-1)  # type: ignore[operator]
 
 
 def as_classifier(language_model: Any, value_model: nn.Module) -> nn.Module:

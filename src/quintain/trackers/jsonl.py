@@ -29,6 +29,7 @@ class JsonlTracker:
         self._files: dict[str, TextIO] = {}
         for name in (METRICS, COMPLETIONS, FINDINGS):
             _keep_until(self.folder / name, start_step)
+            (self.folder / name).touch()  # a run without findings has an empty file, not a missing one
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one row to metrics.jsonl. JSON has no NaN or infinity: those become null."""

@@ -139,9 +139,13 @@ class Run:
             self._write(row, statistics, findings)
         if any(finding.action == "stop" for finding in findings) or self.callbacks.control.should_training_stop:
             self.stopping = True
-        checkpoint_wanted = any(finding.action == "checkpoint" for finding in findings)
-        due = self.config.save_steps and self.step % self.config.save_steps == 0
-        if due or checkpoint_wanted or self.callbacks.control.should_save or self._is_best(row):
+        reasons = (
+            self._is_best(row),
+            self.config.save_steps is not None and self.step % self.config.save_steps == 0,
+            any(finding.action == "checkpoint" for finding in findings),
+            self.callbacks.control.should_save,
+        )
+        if any(reasons):
             self.save_checkpoint()
         self._step_started = time.perf_counter()
 

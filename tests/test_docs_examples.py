@@ -1,0 +1,44 @@
+"""The examples in the docs run as printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDE = (ROOT / "docs" / "add-an-algorithm.md").read_text(encoding="utf-8")
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, flags=re.S)
+
+
+@pytest.mark.slow
+def test_the_guides_algorithm_trains_by_dotted_path_and_passes_its_own_test(tmp_path):
+    example, test = blocks(GUIDE)[0], blocks(GUIDE)[-1]
+    assert example.startswith('"""Best-of-group')
+    (tmp_path / "best_of_group.py").write_text(example)
+    (tmp_path / "test_best_of_group.py").write_text(test)
+    command = re.search(r"^quintain (train tiny --algorithm .*)$", GUIDE, flags=re.M).group(1).split()
+    program = [sys.executable, "-m", "quintain.cli.main", *command, "--max_steps", "3"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert "chosen_fraction" in rows[0]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=tmp_path, check=False)
+    assert done.returncode == 0
+
+
+def test_the_guides_example_is_short():
+    assert len([line for line in blocks(GUIDE)[0].splitlines() if line.strip()]) <= 45
+
+
+def test_the_readme_example_is_under_fifteen_lines():
+    example = blocks((ROOT / "README.md").read_text(encoding="utf-8"))[0]
+    assert len(example.strip().splitlines()) <= 15
