@@ -32,6 +32,11 @@ def masked_mean(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> 
     return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
+def sum_from_mean(mean: Float[Tensor, ""], mask: Bool[Tensor, "*axes"]) -> Float[Tensor, ""]:
+    """The sum over the True entries that this mean stands for; 0 for an empty mask, whose mean may be NaN."""
+    return torch.where(mask.any(), mean * mask.sum(), 0.0)
+
+
 def masked_row_sum(
     values: Float[Tensor, "batch completion"], mask: Bool[Tensor, "batch completion"]
 ) -> Float[Tensor, " batch"]:

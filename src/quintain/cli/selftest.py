@@ -21,22 +21,23 @@ from quintain.errors import ConfigError, nearest
 EDGE_STEPS = 5
 """Steps averaged at either end of a run."""
 REQUIRED_STANDARD_ERRORS = 3.0
-REQUIRED_REWARD = 0.8
-"""Mean reward that the last steps must reach: blind guessing earns 1/8."""
+REQUIRED_REWARD = 0.6
+"""Mean reward that the last steps must reach. Copying the prompt instead of reversing it earns 0.25, guessing 0.06."""
 
+DATASET = "builtin:reversal?length=2&characters=0123"
 TASK = {
-    "model_init_kwargs": {"characters": "01>"},
-    "max_completion_length": 3,
-    "min_completion_length": 3,
+    "model_init_kwargs": {"characters": "0123>"},
+    "max_completion_length": 2,
+    "min_completion_length": 2,
     "prompts_per_step": 16,
-    "max_steps": 60,
-    "learning_rate": 3e-3,
-    "lr_scheduler_type": "constant",
+    "max_steps": 120,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "linear",
     "save_steps": None,
     "log_completions": False,
     "seed": 0,
 }
-"""Answer "011>" by "110": three characters, one reward at the end, and only if all are right."""
+"""Answer "31>" by "13": one reward at the end, and only if all characters are right."""
 
 OWN: dict[str, dict[str, Any]] = {
     "ppo": {"num_generations": 8, "num_epochs": 2, "kl_coef": 0.0, "cliprange_value": 10.0},
@@ -73,7 +74,7 @@ def selftest(algorithms: Sequence[str]) -> int:
     console = Console()
     outcomes = []
     for name in algorithms or list(CONFIG_CLASSES):
-        with console.status(f"{name} learns to reverse three tokens"):
+        with console.status(f"{name} learns to reverse tokens"):
             outcomes.append(run_algorithm(name))
     console.print(_table(outcomes))
     failed = [outcome.algorithm for outcome in outcomes if not outcome.learned]
@@ -87,10 +88,13 @@ def selftest(algorithms: Sequence[str]) -> int:
 
 def run_algorithm(name: str, **settings: Any) -> Outcome:
     """Train one algorithm on the task and compare its first and last steps."""
+    import torch
+
     from quintain.cli.train import trainer_class
     from quintain.data import load_dataset_reference
     from quintain.rewards import resolve_rewards
 
+    torch.set_num_threads(1)  # on tensors this small, more threads only wait for each other
     started = time.perf_counter()
     rewards, _ = resolve_rewards("exact_match")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
@@ -99,7 +103,7 @@ def run_algorithm(name: str, **settings: Any) -> Outcome:
             model="scratch:tiny",
             reward_funcs=rewards,
             args=config,
-            train_dataset=load_dataset_reference("builtin:reversal?length=3"),
+            train_dataset=load_dataset_reference(DATASET),
         )
         trainer.train()
     history = [row["reward"] for row in trainer.run.state.log_history]

@@ -101,6 +101,9 @@ class OnlineRLConfig(
     trl_renamed: ClassVar[dict[str, str]] = {}
     """TRL names of this algorithm's own fields, to ours."""
 
+    greater_is_better: ClassVar[bool] = True
+    """`metric_for_best_model` is better when it is higher; callbacks of transformers read this."""
+
     notes: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """What became of options that were mapped, and settings worth a second look."""
 

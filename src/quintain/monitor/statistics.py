@@ -29,6 +29,7 @@ class StepStatistics:
         self._maxima: dict[str, Tensor] = {}
         self._losses: dict[str, list[float]] = defaultdict(list)
         self._seconds: dict[str, float] = defaultdict(float)
+        self._epoch_start: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
 
     def set(self, **values: float) -> None:
         """Record numbers under their own names."""
@@ -96,6 +97,18 @@ class StepStatistics:
         if name not in self._sums:
             return None
         return float(self._sums[name] / self._counts[name].clamp(min=1))
+
+    def begin_epoch(self) -> None:
+        """Remember where the means stand, for `epoch_mean`."""
+        self._epoch_start = (dict(self._sums), dict(self._counts))
+
+    def epoch_mean(self, name: str) -> float | None:
+        """As `mean`, over what was reported since `begin_epoch`."""
+        if name not in self._sums:
+            return None
+        sums, counts = self._epoch_start
+        count = self._counts[name] - counts.get(name, 0)
+        return float((self._sums[name] - sums.get(name, 0)) / count.clamp(min=1))
 
     def result(self) -> dict[str, float]:
         """All numbers of the step, as floats."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from quintain.kl.estimators import exact_kl
 from quintain.policies.layout import Layout, best_pack_size, lay_out
@@ -110,13 +111,14 @@ class ActorCritic(nn.Module):
 def can_share_prompts(module: ActorCritic, vocabulary: int) -> bool:
     """Whether the model honours a mask of who sees whom: measured once, on two completions of one prompt.
 
-    Sliding windows, recurrent layers and position biases do not, and such models get each prompt once a completion.
+    Sliding windows, recurrent layers and position biases do not, and such models get each prompt once a completion. So
+    does a policy whose value model, which reads the same layout, is of that kind.
     """
     modes = {part: part.training for part in module.modules()}
     with torch.no_grad():
         module.eval()
         generator = torch.Generator().manual_seed(0)
-        length = _probe_length(module.language_model)
+        length = _probe_length(module)
         ids = torch.randint(vocabulary, (2, length), generator=generator).to(_device(module))
         prompt = ids[:1].expand(2, -1)
         ones = torch.ones_like(ids, dtype=torch.bool)
@@ -132,10 +134,7 @@ def can_share_prompts(module: ActorCritic, vocabulary: int) -> bool:
             completions=["", ""],
         )
         try:
-            plain, shared = (
-                token_logprobs(module._logits_and_hidden(lay_out(probe, size))[0], probe.completion_ids.flatten(), 1.0)
-                for size in (1, 2)
-            )
+            plain, shared = (_probe_result(module, probe, completions_per_pack) for completions_per_pack in (1, 2))
         except (ValueError, TypeError, RuntimeError) as error:
             _log.info("prompts are not shared in the training pass: the model refused the mask (%s)", error)
             return False
@@ -148,11 +147,22 @@ def can_share_prompts(module: ActorCritic, vocabulary: int) -> bool:
     return difference <= SHARING_TOLERANCE
 
 
-def _probe_length(model: nn.Module) -> int:
-    """Tokens a side: enough to reach past a sliding window, where the model has one."""
-    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    window = getattr(config, "sliding_window", None)
-    return min(int(window or 8) + 2, int(getattr(config, "max_position_embeddings", 64)) // 2)
+def _probe_result(module: ActorCritic, probe: Rollouts, completions_per_pack: int) -> Float[Tensor, " numbers"]:
+    """Every number that a wrong mask would change: log-probabilities, and the value model's states up to their size."""
+    layout = lay_out(probe, completions_per_pack)
+    logits, hidden = module._logits_and_hidden(layout)
+    logprobs = token_logprobs(logits, probe.completion_ids.flatten(), 1.0)
+    if module.value_model is None:
+        return logprobs
+    states = module.value_model.states(layout, hidden).float()  # type: ignore[operator]
+    return torch.cat([logprobs, (states / states.abs().max().clamp(min=1.0)).flatten()])
+
+
+def _probe_length(module: ActorCritic) -> int:
+    """Tokens a side: enough to reach past a sliding window, where a model in there has one."""
+    configs = [part.config.get_text_config() for part in module.modules() if isinstance(part, PreTrainedModel)]
+    window = max(int(getattr(config, "sliding_window", None) or 8) for config in configs)
+    return min(window + 2, *(int(getattr(config, "max_position_embeddings", 64)) // 2 for config in configs))
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -147,6 +147,11 @@ def clear_padding_idx(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def merged(model: Any) -> Any:
+    """A model without adapter: a PEFT model's adapter is merged into a copy of its base, any other is returned."""
+    return copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
 def _load_pretrained(found: ModelReference, head: Head, options: dict[str, Any]) -> PreTrainedModel:
     """From a folder or the Hub, safetensors only unless the options say otherwise."""
     if options.setdefault("use_safetensors", True) and found.kind == "folder":

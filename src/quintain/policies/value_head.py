@@ -28,9 +28,14 @@ class SharedValueHead(nn.Module):
 
     def forward(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, " valid"]:
         """Value of the state before each valid completion token is drawn."""
+        hidden = self.states(layout, hidden)
         if self.detach:
             hidden = hidden.detach()
         return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
+
+    def states(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, "valid width"]:
+        """What a value is read from: the policy's own hidden states."""
+        return hidden
 
 
 class SeparateValueModel(nn.Module):
@@ -47,8 +52,23 @@ class SeparateValueModel(nn.Module):
 
     def forward(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, " valid"]:
         """Value of the state before each valid completion token is drawn; `hidden`, the policy's, is not read."""
-        states = self.classifier.base_model(**layout.inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
-        return self.classifier.score(layout.gather(states)).squeeze(-1)  # type: ignore[operator]
+        return self.classifier.score(self.states(layout, hidden)).squeeze(-1)  # type: ignore[operator]
+
+    def states(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, "valid width"]:
+        """What a value is read from: the critic's own hidden states."""
+        return layout.gather(self.classifier.base_model(**layout.inputs, use_cache=False).last_hidden_state)  # type: ignore[operator]
+
+
+def classifier_from(language_model: Any) -> Any:
+    """A sequence-classification model with one label, a copy of the language model's backbone, and a head of zeros."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = type(language_model.config).from_dict({**language_model.config.to_dict(), "num_labels": 1})
+    with torch.device("cpu"):
+        classifier = AutoModelForSequenceClassification.from_config(config)
+    classifier.base_model.load_state_dict(language_model.base_model.state_dict())
+    nn.init.zeros_(classifier.score.weight)
+    return classifier
 
 
 def as_classifier(language_model: Any, value_model: nn.Module) -> nn.Module:
@@ -56,14 +76,9 @@ def as_classifier(language_model: Any, value_model: nn.Module) -> nn.Module:
 
     A shared head is joined to a copy of the policy's backbone, since its values mean nothing without it.
     """
-    from transformers import AutoModelForSequenceClassification
-
     if isinstance(value_model, SeparateValueModel):
         return value_model.classifier
-    config = type(language_model.config).from_dict({**language_model.config.to_dict(), "num_labels": 1})
-    with torch.device("cpu"):
-        classifier = AutoModelForSequenceClassification.from_config(config)
-    classifier.base_model.load_state_dict(language_model.base_model.state_dict())
+    classifier: nn.Module = classifier_from(language_model)
     with torch.no_grad():
-        classifier.score.weight.copy_(value_model.score.weight)  # type: ignore[union-attr, arg-type]
+        classifier.score.weight.copy_(value_model.score.weight)  # type: ignore[union-attr, arg-type, operator]
     return classifier

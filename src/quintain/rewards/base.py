@@ -64,14 +64,23 @@ class RewardPipeline:
         self.reward_timeout = reward_timeout
         self.reward_clip = _clip_bounds(reward_clip)
         self._warned: set[str] = set()
-        if columns is not None:
-            columns = set(columns) - {"prompt"}  # functions get it as `prompts`
-            for function in self.functions:
-                function.check_columns(columns)
-            for name in columns & set(STANDARD_KEYWORDS):
-                logger.warning(
-                    "Reward functions get the sampled values under %r, not the dataset column of that name.", name
-                )
+        self.check_columns(columns)
+
+    def check_columns(self, columns: Iterable[str] | None) -> None:
+        """Refuse a dataset that lacks a column which a function asks for; None says that the columns are not known.
+
+        Raises:
+            ConfigError: names the function and the column.
+        """
+        if columns is None:
+            return
+        columns = set(columns) - {"prompt"}  # functions get it as `prompts`
+        for function in self.functions:
+            function.check_columns(columns)
+        for name in columns & set(STANDARD_KEYWORDS):
+            logger.warning(
+                "Reward functions get the sampled values under %r, not the dataset column of that name.", name
+            )
 
     @property
     def names(self) -> list[str]:

@@ -15,10 +15,10 @@ from quintain.data import PromptFormat, PromptSampler, load_dataset_reference
 from quintain.errors import ConfigError
 from quintain.kl.controllers import AdaptiveKLController, FixedKLController
 from quintain.policies.forward import ActorCritic
-from quintain.policies.loading import clear_padding_idx, ensure_pad_token, load_model, load_tokenizer
+from quintain.policies.loading import clear_padding_idx, ensure_pad_token, load_model, load_tokenizer, merged
 from quintain.policies.policies import Policies
 from quintain.policies.slots import TargetUpdate
-from quintain.policies.value_head import SeparateValueModel, SharedValueHead
+from quintain.policies.value_head import SeparateValueModel, SharedValueHead, classifier_from
 from quintain.rewards import RewardPipeline
 from quintain.rollout.engine import make_engine, resolve_stop_token_ids, validate_sampling
 from quintain.trainers.optim import build_optimization
@@ -73,13 +73,16 @@ class Assembly:
             project_dir=config.output_dir,
         )
         self.reward = self._rewards(reward_funcs, reward_processing_classes, train_dataset)
+        if self.reward is not None and config.eval_steps:
+            self.reward.check_columns(getattr(eval_dataset, "column_names", None))
         self.tokenizer = ensure_pad_token(processing_class or self._load_tokenizer(model))
         self.prompts = self._sampler(train_dataset, shuffle=config.shuffle)
         self.eval_prompts = self._sampler(eval_dataset, shuffle=False)
         self.max_steps = self._max_steps(self.prompts)
 
-        self.model = self._wrap_peft(self._load_model(model), peft_config)
-        self._start_value_model(value_model if value_model is not None else getattr(config, "value_model", None), model)
+        loaded = self._load_model(model)
+        self._start_value_model(value_model if value_model is not None else getattr(config, "value_model", None), loaded)
+        self.model = self._wrap_peft(loaded, peft_config)
         self.policies = self._policies(trainer, ref_model)
         self.optimizer = build_optimization(
             config, self.policies.parameters, max_steps=self.max_steps, given=optimizers
@@ -173,31 +176,25 @@ class Assembly:
                 model.enable_input_require_grads()
         return model
 
-    def _start_value_model(self, choice: Any, model: Any) -> None:
+    def _start_value_model(self, choice: Any, policy: Any) -> None:
         self.value_model: nn.Module | None = None
         if choice is None:
             return
         if choice == "shared":
-            self.value_model = SharedValueHead(self.model.config.get_text_config().hidden_size)
+            self.value_model = SharedValueHead(policy.config.get_text_config().hidden_size)
             return
-        source = model if choice == "separate" else choice
-        if choice == "separate" and isinstance(model, nn.Module):
-            source = model.config._name_or_path
-            if not source:
-                raise ConfigError(
-                    "value_model='separate' starts from the policy's weights, and a model that was passed in loaded "
-                    "has no name to load them from. Pass a sequence-classification model as value_model, or say "
-                    "'shared'."
-                )
         with _seeded(self.generators["init"]):
-            classifier = load_model(
-                source,
-                model_init_kwargs=None if isinstance(source, nn.Module) else self.config.model_init_kwargs,
-                trust_remote_code=self.config.trust_remote_code,
-                head="sequence_classification",
+            classifier = (
+                classifier_from(merged(policy))
+                if choice == "separate"
+                else load_model(
+                    choice,
+                    model_init_kwargs=None if isinstance(choice, nn.Module) else self.config.model_init_kwargs,
+                    trust_remote_code=self.config.trust_remote_code,
+                    head="sequence_classification",
+                )
             )
-        if choice == "separate":
-            nn.init.zeros_(classifier.score.weight)  # as the shared head: the critic's first word is 0
+        _require_same_vocabulary(classifier, policy)
         self.value_model = SeparateValueModel(clear_padding_idx(classifier))
 
     def _policies(self, trainer: OnlineRLTrainer, ref_model: Any) -> Policies:
@@ -227,7 +224,7 @@ class Assembly:
             target_values=getattr(config, "target_values", False),
             autocast=self.accelerator.autocast,
         )
-        if ref_model is not None and "ref" in slots:
+        if ref_model is not None:
             _copy_reference(policies, ref_model, self.config)
         return policies
 
@@ -259,6 +256,16 @@ def _kl_controller(config: OnlineRLConfig) -> FixedKLController | AdaptiveKLCont
     return FixedKLController(start)
 
 
+def _require_same_vocabulary(value_model: Any, policy: Any) -> None:
+    """The value model reads the policy's token ids."""
+    ours, its = (item.get_input_embeddings().num_embeddings for item in (policy, value_model))
+    if its < ours:
+        raise ConfigError(
+            f"value_model must know the policy's token ids: it has {its} token embeddings, and the policy has {ours}. "
+            f"Pass a model with the policy's tokenizer, or value_model='separate'."
+        )
+
+
 def _mixed_precision(dtype: str) -> str:
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
@@ -277,6 +284,13 @@ def _zero_dropout(module: nn.Module) -> None:
 
 def _copy_reference(policies: Policies, ref_model: Any, config: OnlineRLConfig) -> None:
     """Make the ref slot another model of the same architecture."""
+    if "ref" not in policies.slots:
+        weights = "".join(f"{name}={getattr(config, name)}, " for name in config.kl_weights)
+        raise ConfigError(
+            f"ref_model was given and nothing reads it: {weights}kl_reference={config.kl_reference!r}, "
+            f"use_target_policy={config.use_target_policy}. Raise the KL weight above 0 and set kl_reference='ref', or "
+            f"leave ref_model out."
+        )
     if not isinstance(ref_model, nn.Module):
         ref_model = load_model(
             ref_model, model_init_kwargs=config.model_init_kwargs, trust_remote_code=config.trust_remote_code

@@ -16,7 +16,7 @@ from quintain.masking import masked_sum
 from quintain.monitor.statistics import StepStatistics, reward_statistics, rollout_statistics
 from quintain.rollout.engine import build_rollouts
 from quintain.trainers.assembly import Assembly
-from quintain.trainers.first_update import FirstUpdateCheck
+from quintain.trainers.first_update import FirstUpdateCheck, coarsest_precision
 from quintain.trainers.manual import ManualLoop
 from quintain.trainers.run import Run
 from quintain.types import LossOutput, LossTerm, PolicyOutputs, Prompts, Rollouts, SamplingParams, Unit
@@ -90,7 +90,8 @@ class OnlineRLTrainer(ManualLoop):
         self.generators, self.kl_controller = parts.generators, parts.kl_controller
         self.eval_prompts = parts.eval_prompts
         self.max_steps = parts.max_steps
-        self.first_update = FirstUpdateCheck(self.engine, self.config.dtype, untrained=ref_model is None)
+        precision = coarsest_precision(self.config.dtype, self.model)
+        self.first_update = FirstUpdateCheck(self.engine, precision, untrained=ref_model is None)
         self.run = Run(self, list(callbacks or []))
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -195,6 +196,8 @@ class OnlineRLTrainer(ManualLoop):
 
     def complete(self, prompts: Prompts, sampling: SamplingParams, generator: torch.Generator) -> Rollouts:
         """Sample completions of the given prompts from the online policy."""
+        if type(self).generate is not ManualLoop.generate:
+            return self.complete_by_hand(prompts, sampling.num_generations).to(self.accelerator.device)
         samples = self.engine.generate(prompts.token_ids, sampling, generator)
         rollouts = build_rollouts(prompts, samples, self.processing_class, sampling.num_generations)
         return rollouts.to(self.accelerator.device)
@@ -237,12 +240,13 @@ class OnlineRLTrainer(ManualLoop):
         return rollouts.replace(old_logprobs=outputs.logprobs.detach().clone())
 
     def minibatches(self, rollouts: Rollouts, statistics: StepStatistics):  # type: ignore[no-untyped-def]
-        """The mini-batches of every epoch; `stop_kl` ends the epochs once the policy has moved that far."""
+        """The mini-batches of every epoch; `stop_kl` ends the epochs once one has found the policy that far away."""
         self.first_update.arm()
         for epoch in range(self.config.num_epochs):
-            if epoch and self.config.stop_kl and (statistics.mean("kl") or 0.0) > self.config.stop_kl:
+            if epoch and self.config.stop_kl and (statistics.epoch_mean("kl") or 0.0) > self.config.stop_kl:
                 statistics.set(epochs_skipped=self.config.num_epochs - epoch)
                 return
+            statistics.begin_epoch()
             yield from rollouts.minibatches(self.config.num_mini_batches, self.unit, self.generators["minibatch"])
 
     def regularisers(self, outputs: PolicyOutputs, rollouts: Rollouts) -> dict[str, LossTerm]:

@@ -9,7 +9,8 @@ from transformers import TrainerControl, TrainerState
 
 
 class Callbacks:
-    """Calls `on_train_begin`, `on_step_end`, `on_log`, `on_save` and `on_train_end` where a callback has them.
+    """Calls `on_train_begin`, `on_step_end`, `on_log`, `on_evaluate`, `on_save` and `on_train_end` where a callback has
+    them.
 
     Args:
         callbacks: instances or classes.
@@ -25,6 +26,7 @@ class Callbacks:
 
     def begin(self, step: int) -> None:
         self.state.global_step = step
+        self.control.should_training_stop = False
         self._call("on_train_begin")
 
     def step_end(self, step: int, row: dict[str, float]) -> None:
@@ -34,6 +36,10 @@ class Callbacks:
         self.state.log_history.append(row)
         self._call("on_step_end")
         self._call("on_log", logs=row)
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """The policy was scored on held-out prompts. `state.best_metric` is still that of earlier steps."""
+        self._call("on_evaluate", metrics=metrics)
 
     def saved(self, step: int) -> None:
         self._call("on_save")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quintain.policies.loading import merged
 from quintain.policies.value_head import as_classifier
 
 if TYPE_CHECKING:
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 
 def save_policy(trainer: OnlineRLTrainer, folder: Path) -> None:
-    """The policy and its tokenizer. An adapter is merged into a copy of its base, and kept on its own beside it."""
-    model = trainer.model
-    if hasattr(model, "merge_and_unload"):
-        model.save_pretrained(folder.with_name("adapter"))
-        model = copy.deepcopy(model).merge_and_unload()
-    model.save_pretrained(folder)
+    """The policy and its tokenizer; an adapter is merged into a copy of its base."""
+    merged(trainer.model).save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)
+
+
+def save_adapter(trainer: OnlineRLTrainer, folder: Path) -> None:
+    """The adapter on its own, where the policy has one."""
+    if hasattr(trainer.model, "merge_and_unload"):
+        trainer.model.save_pretrained(folder)
 
 
 def save_value_model(trainer: OnlineRLTrainer, folder: Path) -> None:
@@ -27,8 +29,5 @@ def save_value_model(trainer: OnlineRLTrainer, folder: Path) -> None:
     value_model = trainer.policies.unwrapped.value_model
     if value_model is None:
         return
-    model = trainer.model
-    if hasattr(model, "merge_and_unload"):
-        model = copy.deepcopy(model).merge_and_unload()
-    as_classifier(model, value_model).save_pretrained(folder)
+    as_classifier(merged(trainer.model), value_model).save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quintain.errors import RolloutError
 from quintain.types import PolicyOutputs, Rollouts
@@ -19,13 +19,13 @@ class FirstUpdateCheck:
 
     Args:
         engine: whatever sampled; its name goes into the message.
-        dtype: compute precision, which decides how far rounding may go.
+        dtype: "float32" or "bfloat16", the coarsest precision in use: it decides how far rounding may go.
         untrained: the reference and the target are copies of the online policy that has taken no step yet.
     """
 
     def __init__(self, engine: object, dtype: str, *, untrained: bool = True) -> None:
         self.engine_name = getattr(engine, "name", type(engine).__name__)
-        self.dtype = dtype if dtype in RATIO_TOLERANCE else "bfloat16"
+        self.dtype = dtype
         self.armed, self.untrained = False, untrained
 
     def arm(self) -> None:
@@ -73,3 +73,9 @@ class FirstUpdateCheck:
             f"{source} disagree about the same tokens under the same weights. No weight was changed. Usual causes: "
             f"dropout left on, another temperature, a wrong mask or position, or an engine with stale weights."
         )
+
+
+def coarsest_precision(dtype: str, model: nn.Module) -> str:
+    """"float32" if both the forward pass (config's `dtype`) and the weights are in it, else "bfloat16"."""
+    half = any(value.dtype in (torch.bfloat16, torch.float16) for value in model.parameters())
+    return "float32" if dtype == "float32" and not half else "bfloat16"

@@ -1,9 +1,10 @@
-"""The manual way in, for people with their own environment loop: `generate`, `step`, `log_training_stats`."""
+"""The manual way in, for people with their own environment loop: `generate`, `step`, `save_model`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from quintain.errors import ConfigError, RewardError
 from quintain.rollout.engine import rollouts_from_tokens, validate_sampling
+from quintain.trainers.export import save_policy
+from quintain.types import Prompts, Rollouts
 
 if TYPE_CHECKING:
     from quintain.monitor.statistics import StepStatistics
@@ -36,6 +39,8 @@ class ManualLoop:
                 `max_completion_length` (or `max_new_tokens`), `top_k`.
         Returns:
             The completion's token ids for each query, the stop token included.
+
+        An override is what `train()` samples with, too.
         """
         settings = {GENERATION_NAMES.get(name, name): value for name, value in generation_kwargs.items()}
         known = type(self.sampling).__dataclass_fields__
@@ -90,6 +95,31 @@ class ManualLoop:
             excluded=~rollouts.stopped if self.config.mask_truncated_completions else None,
         ).to(self.accelerator.device)
         return self._row(self.fit(rollouts))
+
+    def complete_by_hand(  # type: ignore[misc]
+        self: OnlineRLTrainer, prompts: Prompts, num_generations: int
+    ) -> Rollouts:
+        """The completions that an overridden `generate` gives, as the rollouts of a step."""
+        source = [index for index in range(len(prompts)) for _ in range(num_generations)]
+        queries = [prompts.token_ids[index] for index in source]
+        rollouts = rollouts_from_tokens(
+            queries,
+            self._token_ids(self.generate(queries)),
+            self.processing_class,
+            stop_token_ids=self.sampling.stop_token_ids,
+            prompts=[prompts.prompts[index] for index in source],
+            columns={name: [column[index] for index in source] for name, column in prompts.columns.items()},
+        )
+        return rollouts.replace(group_ids=torch.tensor(source))
+
+    def save_model(self: OnlineRLTrainer, output_dir: str | Path | None = None) -> None:  # type: ignore[misc]
+        """Write the policy and its tokenizer, an adapter merged into its base, so that `from_pretrained` loads them.
+
+        Args:
+            output_dir: a folder; by default the run's `model` folder, where `train()` leaves the same.
+        """
+        if self.accelerator.is_main_process:
+            save_policy(self, self.run.folder / "model" if output_dir is None else Path(output_dir))
 
     def log_stats(self, stats: Mapping[str, float], *_ignored: Any) -> None:
         """Print a step's main numbers, as `log_training_stats`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from quintain.advantages.gae import gae
 from quintain.configs.algorithms import PPOConfig
 from quintain.kl.estimators import ESTIMATORS
-from quintain.masking import masked_whiten
+from quintain.masking import masked_whiten, sum_from_mean
 from quintain.monitor.statistics import explained_variance
 from quintain.objectives.clip import (
     clipped_surrogate_from_ratio,
@@ -72,12 +72,14 @@ class PPOTrainer(OnlineRLTrainer):
         """Scores become per-token rewards, and these become advantages and returns."""
         mask = rollouts.loss_mask
         slot_logprobs = getattr(rollouts, f"{self.config.reference_slot}_logprobs")
+        # An override with the usual four parameters must work; only the exact estimator has more to tell.
+        exact = {} if rollouts.reference_kl is None else {"kl": rollouts.reference_kl}
         rewards, _ = self.compute_rewards(
             rollouts.rewards,
             rollouts.old_logprobs,
             rollouts.old_logprobs if slot_logprobs is None else slot_logprobs,
             masks=mask,
-            kl=rollouts.reference_kl,
+            **exact,
         )
         if rollouts.token_rewards is not None:
             rewards = self.spread_intermediate(rewards, rollouts)
@@ -166,7 +168,7 @@ class PPOTrainer(OnlineRLTrainer):
     @staticmethod
     def token_sum(losses: Tensor, mask: Tensor) -> LossTerm:
         """A hook's result as a sum over tokens, whether it returned each token's loss or their mean."""
-        return LossTerm(losses * mask.sum() if losses.ndim == 0 else losses.sum(), "token")
+        return LossTerm(sum_from_mean(losses, mask) if losses.ndim == 0 else losses.sum(), "token")
 
     @staticmethod
     def spread_intermediate(rewards: Tensor, rollouts: Rollouts) -> Tensor:

@@ -27,7 +27,7 @@ from quintain.report.render import write_report
 from quintain.trackers import ConsoleTracker, JsonlTracker
 from quintain.trainers.callbacks import Callbacks
 from quintain.trainers.evaluation import evaluate
-from quintain.trainers.export import save_policy, save_value_model
+from quintain.trainers.export import save_adapter, save_policy, save_value_model
 
 if TYPE_CHECKING:
     from quintain.trainers.base import OnlineRLTrainer
@@ -67,6 +67,7 @@ class Run:
         self.stopping = self.interrupted = False
         self._nonfinite = 0
         self._saved_at = -1
+        self._begun = False
         self._trackers: list[Any] = []
         self._step_started = 0.0
 
@@ -112,9 +113,11 @@ class Run:
             self.trainer.first_update.untrained = False
             _log.info("resumed from %s", checkpoint)
         if self.is_main:
-            if checkpoint is None and (earlier := set_aside_run(self.folder)) is not None:
+            fresh = checkpoint is None and not self._begun
+            if fresh and (earlier := set_aside_run(self.folder)) is not None:
                 print(f"note: the run that was in {self.folder} is now in {earlier}.", file=sys.stderr)
             write_config(self.folder, self.settings)
+        self._begun = True
         self._open_trackers()
         self.callbacks.begin(self.step)
         self._step_started = time.perf_counter()
@@ -132,7 +135,9 @@ class Run:
         self._watch_for_nonfinite(row)
         self.trainer.optimizer.next_rate()
         if self.config.eval_steps and self.step % self.config.eval_steps == 0:
-            row.update(evaluate(self.trainer))
+            scores = evaluate(self.trainer)
+            row.update(scores)
+            self.callbacks.evaluated(scores)
         findings = self.doctor.observe(row)
         self.callbacks.step_end(self.step, row)
         if self.is_main:
@@ -194,6 +199,7 @@ class Run:
         if value is None or (self.counter.best is not None and value <= self.counter.best):
             return False
         self.counter.best, self.counter.best_step = float(value), self.step
+        self.state.best_metric = self.counter.best
         return True
 
     def _watch_for_nonfinite(self, row: dict[str, float]) -> None:
@@ -241,6 +247,7 @@ class Run:
             checkpoint = self.save_checkpoint()
         if self.is_main and not self.interrupted:
             save_policy(self.trainer, self.folder / "model")
+            save_adapter(self.trainer, self.folder / "adapter")
             save_value_model(self.trainer, self.folder / "value_model")
         self._close_trackers()
         if self.is_main:

@@ -7,7 +7,7 @@ from torch import Tensor
 from quintain.advantages.group import group_centred_batch_scaled, group_mean_centred, group_relative
 from quintain.configs.algorithms import TPOConfig
 from quintain.kl.estimators import ESTIMATORS
-from quintain.masking import masked_row_sum
+from quintain.masking import masked_row_sum, sum_from_mean
 from quintain.objectives.clip import probability_ratio
 from quintain.objectives.target_kl import ema_kl_loss
 from quintain.objectives.target_matching import (
@@ -81,7 +81,7 @@ class TPOTrainer(OnlineRLTrainer):
         reference = outputs.logprobs.detach() if self.kl_coef == 0 else self.reference_logprobs(rollouts)
         mask = rollouts.loss_mask
         mean = self.tpo_loss(outputs.logprobs, reference, weight * rollouts.advantages, mask)
-        return LossOutput({"policy": LossTerm(mean * mask.sum(), "token")})
+        return LossOutput({"policy": LossTerm(sum_from_mean(mean, mask), "token")})
 
     def tpo_loss(self, logp_online: Tensor, logp_target: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """The EMA-KL form: mean over valid tokens of -(advantage * logp_online) + beta * KL(online || target).
