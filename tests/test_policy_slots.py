@@ -91,3 +91,19 @@ def test_swapping_computes_with_the_slot_and_restores_the_online_weights_even_af
         assert layer(torch.ones(1, 1)).item() == 10.0
         raise RuntimeError
     assert layer(torch.ones(1, 1)).item() == 2.0
+
+
+def test_an_average_of_half_precision_weights_does_not_stand_still():
+    """S7: bfloat16 around 1 has steps of 0.0078, far above 0.01 * 0.0469; 1 + 0.0469 * (1 - 0.99^200) = 1.0406."""
+    online = {"weight": nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))}
+    slot, update = Slot(online, full_precision=True), TargetUpdate(decay=0.99)
+    with torch.no_grad():
+        online["weight"].fill_(1.05)
+    moved_to = online["weight"].item()  # 1.046875, the nearest that there is
+    for _ in range(200):
+        update(slot, online)
+    assert slot.tensors["weight"].item() == pytest.approx(1 + (moved_to - 1) * (1 - 0.99**200), abs=1e-5)
+    with torch.no_grad(), swapped(online, slot):
+        assert online["weight"].dtype == torch.bfloat16
+        assert online["weight"].item() == pytest.approx(1.0391, abs=1e-4)
+    assert online["weight"].item() == moved_to

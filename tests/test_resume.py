@@ -81,6 +81,13 @@ def test_a_checkpoint_without_a_part_is_refused_by_name(part, make_trainer, tmp_
         make_trainer(GRPOTrainer, **SETTINGS).train(resume_from=newest)
 
 
+def test_the_state_of_another_optimizer_is_refused(make_trainer, tmp_path):
+    """torch takes it without a word, and fails or goes astray at the next step."""
+    make_trainer(GRPOTrainer, **SETTINGS).train()
+    with pytest.raises(CheckpointError, match=r"'optimizer'.*state of AdamW, this run has Lion"):
+        make_trainer(GRPOTrainer, **SETTINGS, optim="lion").train(resume_from=tmp_path / "run")
+
+
 def test_a_flipped_bit_is_found_before_anything_is_restored(make_trainer, tmp_path):
     make_trainer(GRPOTrainer, **SETTINGS).train()
     file = tmp_path / "run" / "checkpoints" / "step-000006" / "policies.safetensors"

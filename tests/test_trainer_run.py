@@ -163,3 +163,79 @@ def test_pad_equal_to_eos_keeps_the_stop_token_in_the_loss(make_trainer):
             last = int(rollouts.lengths[row]) - 1
             assert int(rollouts.completion_ids[row, last]) in trainer.sampling.stop_token_ids
             assert bool(rollouts.loss_mask.logical_or(rollouts.completion_mask)[row, last])
+
+
+def test_training_again_goes_on_in_the_same_folder(make_trainer, tmp_path):
+    """A trainer that was stopped continues its own run; only an earlier run of another trainer is set aside."""
+
+    class StopOnce:
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 1
+
+    trainer = make_trainer(GRPOTrainer, max_steps=3, trainer={"callbacks": [StopOnce()]})
+    trainer.train()
+    assert trainer.run.step == 1
+    trainer.train()
+    rows = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [1, 2, 3]
+    assert not (tmp_path / "run" / "earlier-1").exists()
+
+
+def test_a_callback_that_asked_to_stop_once_does_not_stop_the_next_training(make_trainer):
+    class StopAtOne:
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 1:
+                control.should_training_stop = True
+
+    trainer = make_trainer(GRPOTrainer, max_steps=3, trainer={"callbacks": [StopAtOne()]})
+    trainer.train()
+    trainer.train()
+    assert trainer.run.step == 3
+
+
+def test_early_stopping_of_transformers_ends_a_run_that_does_not_improve(make_trainer, reversal):
+    from transformers import EarlyStoppingCallback
+
+    trainer = make_trainer(
+        GRPOTrainer,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        max_steps=5,
+        eval_steps=1,
+        metric_for_best_model="eval_reward",
+        trainer={"eval_dataset": reversal, "callbacks": [EarlyStoppingCallback(early_stopping_patience=1)]},
+    )
+    trainer.train()
+    assert trainer.run.step == 2
+
+
+def test_stop_kl_looks_at_the_last_epoch_alone(make_trainer, monkeypatch):
+    """KL 0, 0, 0.2 in three epochs: the third is beyond 0.1 although the mean of the three is not."""
+    trainer = make_trainer(GRPOTrainer, num_epochs=5, stop_kl=0.1, max_steps=1)
+    epochs = []
+
+    def pretend(minibatch, statistics):
+        epochs.append(0.2 if len(epochs) == 2 else 0.0)
+        statistics.add_means({"kl": (torch.tensor(10 * epochs[-1]), torch.tensor(10))})
+
+    monkeypatch.setattr(trainer, "train_minibatch", pretend)
+    trainer.run_step()
+    assert epochs == [0.0, 0.0, 0.2]
+
+
+def test_a_model_with_contradictory_generation_defaults_can_still_be_saved(make_trainer, tmp_path):
+    """transformers loads a temperature without do_sample, and refuses to write it."""
+    from quintain.policies.loading import load_model
+
+    model = load_model("scratch:tiny", model_init_kwargs={"characters": "01="})
+    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
+    make_trainer(GRPOTrainer, model=model).train()
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_save_model_writes_a_loadable_policy_where_it_is_told_to(make_trainer, tmp_path):
+    """The last line of many scripts written for TRL."""
+    trainer = make_trainer(GRPOTrainer)
+    trainer.save_model(tmp_path / "exported")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name

@@ -163,6 +163,13 @@ class Rollouts:
         return int(self.completion_ids.shape[0])
 
     def replace(self, **changes: Any) -> Rollouts:
+        """A copy with some fields changed; tensors must have one entry a row."""
+        named = {**changes, **{f"signals[{name!r}]": value for name, value in changes.get("signals", {}).items()}}
+        for name, value in named.items():
+            if isinstance(value, Tensor) and (value.ndim == 0 or len(value) != len(self)):
+                raise ValueError(
+                    f"{name} must have one entry for each of the {len(self)} rows: got shape {tuple(value.shape)}."
+                )
         return replace(self, **changes)
 
     @property

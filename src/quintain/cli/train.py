@@ -42,6 +42,8 @@ def train(arguments: Sequence[str]) -> int:
     leads = os.environ.get("RANK", "0") == "0"
     if leads:
         print(summary(recipe, options.resume), file=sys.stderr)
+    if not sys.stderr.isatty():
+        plain_output()
     trainer = build_trainer(recipe)
     trainer.run.settings = recipe.to_dict()
     if leads and options.overwrite:
@@ -53,6 +55,14 @@ def train(arguments: Sequence[str]) -> int:
     if leads:
         print(f"The policy is in {folder / 'model'}, the report in {folder / 'report.html'}.", file=sys.stderr)
     return 0
+
+
+def plain_output() -> None:
+    """Keep libraries' progress bars out of output that is not a terminal, where each redraw would be a line."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def parse_options(arguments: Sequence[str]) -> TrainOptions:

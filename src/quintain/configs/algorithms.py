@@ -117,8 +117,9 @@ class GRPOConfig(OnlineRLConfig):
     importance_sampling_level: str = "token"
     """Whether the ratio is a "token"'s, or the geometric mean over a "sequence" (GSPO)."""
     loss_type: str = "dapo"
-    """What the loss is divided by: "dapo" the tokens of the whole batch; "bnpo" those of the mini-batch; "grpo" each
-    completion's own length; "dr_grpo" max_completion_length. "cispo" is dapo with a clipped, detached weight."""
+    """What the loss is divided by: "dapo" the tokens of the mini-batch, over all micro-batches and processes; "grpo"
+    each completion's own length; "dr_grpo" max_completion_length. "cispo" is dapo with a clipped, detached weight.
+    "bnpo" is the same as dapo: in TRL they differ by the micro-batch, which changes no gradient here."""
 
     kl_weights: ClassVar[tuple[str, ...]] = ("beta",)
     group_baseline: ClassVar[str] = "GRPO compares a completion with the others of its prompt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -29,6 +30,10 @@ class Number:
     """None is allowed."""
     hint: str = ""
     """A sentence that says what to do, or what the ends of the interval would mean."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[(\[][^,]+,[^,]+[)\]]", self.interval):
+            raise ConfigError(f"an interval is written like '[0, inf)' or '(0, 1]': got {self.interval!r}.")
 
     def check(self, name: str, value: Any) -> Any:
         if value is None and self.optional:

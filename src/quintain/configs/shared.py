@@ -14,6 +14,7 @@ from quintain.configs.blocks import (
     RolloutFields,
     RunFields,
 )
+from quintain.configs.declaration import check_declaration
 from quintain.configs.rules import ListOf, Number, OfType, OneOf, Rule, rule_for
 from quintain.configs.trl_mapping import map_trl_names
 from quintain.configs.trl_names import TRLNames
@@ -108,6 +109,7 @@ class OnlineRLConfig(
     """What became of options that were mapped, and settings worth a second look."""
 
     def __post_init__(self) -> None:
+        check_declaration(type(self), SHARED_RULES)
         self._normalise()
         self.notes = map_trl_names(self, self.trl_renamed)
         for item in fields(self):

@@ -54,7 +54,10 @@ class Policies:
         }
         policy = {name: value for name, value in self.parameters.items() if name.startswith("language_model.")}
         self.slots: dict[SlotName, Slot] = {
-            name: Slot(self.parameters if name == "target" and target_values else policy) for name in slots
+            name: Slot(
+                self.parameters if name == "target" and target_values else policy, full_precision=name == "target"
+            )
+            for name in slots
         }
 
     def online(self, rollouts: Rollouts) -> PolicyOutputs:
@@ -134,11 +137,3 @@ class Policies:
             parameter.copy_(state[f"online/{name}"])
         for slot_name, slot in self.slots.items():
             slot.load_state_dict({name: state[f"{slot_name}/{name}"] for name in slot.tensors})
-
-
-def disable_dropout(module: nn.Module) -> None:
-    """Put the module in a state where two forward passes of the same tokens agree, as the ratio of policies needs.
-
-    Evaluation mode also switches off dropout that a model applies by rate instead of by layer.
-    """
-    module.eval()

@@ -18,10 +18,18 @@ SlotName = Literal["ref", "old", "target"]
 
 
 class Slot:
-    """A detached copy of some parameters: no gradient, not optimised, saved with the run."""
+    """A detached copy of some parameters: no gradient, not optimised, saved with the run.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.tensors = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    Args:
+        full_precision: keep half-precision parameters in float32. An average needs it: bfloat16 has 8 bits, so that a
+            hundredth of a small difference is rounded away, and the target would stand still.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, full_precision: bool = False) -> None:
+        self.tensors = {
+            name: parameter.detach().to(_full(parameter.dtype) if full_precision else parameter.dtype, copy=True)
+            for name, parameter in parameters.items()
+        }
 
     @torch.no_grad()
     def copy(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -46,18 +54,22 @@ class Slot:
 
 @contextmanager
 def swapped(parameters: Mapping[str, nn.Parameter], slot: Slot) -> Iterator[None]:
-    """Let the module compute with the slot's weights. Pointers move, no weight is copied.
+    """Let the module compute with the slot's weights. Pointers move; no weight is copied but to another precision.
 
     The caller must be under `no_grad`: autograd would otherwise save the slot's tensors as if they were the parameters.
     """
     live = {name: parameters[name].data for name in slot.tensors}
     try:
         for name, tensor in slot.tensors.items():
-            parameters[name].data = tensor
+            parameters[name].data = tensor.to(parameters[name].dtype)
         yield
     finally:
         for name, tensor in live.items():
             parameters[name].data = tensor
+
+
+def _full(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 class TargetUpdate:

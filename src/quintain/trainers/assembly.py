@@ -81,7 +81,9 @@ class Assembly:
         self.max_steps = self._max_steps(self.prompts)
 
         loaded = self._load_model(model)
-        self._start_value_model(value_model if value_model is not None else getattr(config, "value_model", None), loaded)
+        self._start_value_model(
+            value_model if value_model is not None else getattr(config, "value_model", None), loaded
+        )
         self.model = self._wrap_peft(loaded, peft_config)
         self.policies = self._policies(trainer, ref_model)
         self.optimizer = build_optimization(
@@ -170,6 +172,11 @@ class Assembly:
 
             with _seeded(self.generators["init"]):
                 model = get_peft_model(model, peft_config)
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ConfigError(
+                "an adapter of virtual prompt tokens cannot be trained here: they would shift the positions at which "
+                "log-probabilities are read. Use an adapter of the weights, such as LoraConfig."
+            )
         if self.config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if peft_config is not None:
@@ -285,9 +292,9 @@ def _zero_dropout(module: nn.Module) -> None:
 def _copy_reference(policies: Policies, ref_model: Any, config: OnlineRLConfig) -> None:
     """Make the ref slot another model of the same architecture."""
     if "ref" not in policies.slots:
-        weights = "".join(f"{name}={getattr(config, name)}, " for name in config.kl_weights)
+        settings = "".join(f"{name}={getattr(config, name)}, " for name in config.kl_weights)
         raise ConfigError(
-            f"ref_model was given and nothing reads it: {weights}kl_reference={config.kl_reference!r}, "
+            f"ref_model was given and nothing reads it: {settings}kl_reference={config.kl_reference!r}, "
             f"use_target_policy={config.use_target_policy}. Raise the KL weight above 0 and set kl_reference='ref', or "
             f"leave ref_model out."
         )

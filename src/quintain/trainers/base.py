@@ -242,8 +242,9 @@ class OnlineRLTrainer(ManualLoop):
     def minibatches(self, rollouts: Rollouts, statistics: StepStatistics):  # type: ignore[no-untyped-def]
         """The mini-batches of every epoch; `stop_kl` ends the epochs once one has found the policy that far away."""
         self.first_update.arm()
+        limit = self.config.stop_kl
         for epoch in range(self.config.num_epochs):
-            if epoch and self.config.stop_kl and (statistics.epoch_mean("kl") or 0.0) > self.config.stop_kl:
+            if epoch and limit and self.mean_over_processes(statistics.epoch_mean("kl") or 0.0) > limit:
                 statistics.set(epochs_skipped=self.config.num_epochs - epoch)
                 return
             statistics.begin_epoch()
@@ -279,6 +280,12 @@ class OnlineRLTrainer(ManualLoop):
             return count
         return int(self.accelerator.reduce(torch.tensor(count, device=self.accelerator.device)))
 
+    def mean_over_processes(self, value: float) -> float:
+        """The same number in every process, for what all of them must decide alike."""
+        if self.accelerator.num_processes == 1:
+            return value
+        return float(self.accelerator.reduce(torch.tensor(value, device=self.accelerator.device), reduction="mean"))
+
     @staticmethod
     def weighted(coefficient: float, term: LossTerm) -> LossTerm:
         return LossTerm(coefficient * term.total, term.unit)
@@ -299,7 +306,8 @@ class OnlineRLTrainer(ManualLoop):
         name = {"ref": "ref_kl", "target": "target_kl_gap", "old": "kl"}[self.config.reference_slot]
         per_token = statistics.mean(name)
         if per_token is not None:
-            self.kl_controller.update(per_token * float(rollouts.lengths.float().mean()), len(rollouts))
+            kl = self.mean_over_processes(per_token * float(rollouts.lengths.float().mean()))
+            self.kl_controller.update(kl, self.sum_over_processes(len(rollouts)))
 
 
 OnlineRLTrainerBase = OnlineRLTrainer

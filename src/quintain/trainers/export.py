@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quintain.policies.loading import merged
 from quintain.policies.value_head import as_classifier
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 def save_policy(trainer: OnlineRLTrainer, folder: Path) -> None:
     """The policy and its tokenizer; an adapter is merged into a copy of its base."""
-    merged(trainer.model).save_pretrained(folder)
+    model = merged(trainer.model)
+    _allow_saving(model)
+    model.save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)
 
 
@@ -31,3 +33,17 @@ def save_value_model(trainer: OnlineRLTrainer, folder: Path) -> None:
         return
     as_classifier(merged(trainer.model), value_model).save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)
+
+
+def _allow_saving(model: Any) -> None:
+    """Turn `do_sample` on in generation defaults that set a temperature, say, without it.
+
+    transformers loads such a model and refuses to write it; finding out at the end of training would lose the policy.
+    """
+    defaults = getattr(model, "generation_config", None)
+    if defaults is None:
+        return
+    try:
+        defaults.validate(strict=True)
+    except ValueError:
+        defaults.do_sample = True

@@ -76,6 +76,6 @@ class FirstUpdateCheck:
 
 
 def coarsest_precision(dtype: str, model: nn.Module) -> str:
-    """"float32" if both the forward pass (config's `dtype`) and the weights are in it, else "bfloat16"."""
+    """The name "float32" if both the forward pass (config's `dtype`) and the weights are in it, else "bfloat16"."""
     half = any(value.dtype in (torch.bfloat16, torch.float16) for value in model.parameters())
     return "float32" if dtype == "float32" and not half else "bfloat16"

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from quintain.configs.shared import OnlineRLConfig
+from quintain.errors import ConfigError
 
 
 class Lion(Optimizer):
@@ -130,15 +131,24 @@ class Optimization:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "kinds": self._kinds(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned. Raises ValueError for the state of another kind of optimizer."""
+        if state["kinds"] != self._kinds():  # torch would take it, and fail or go astray at the next step
+            raise ValueError(
+                f"it holds the state of {', '.join(state['kinds'])}, this run has {', '.join(self._kinds())}"
+            )
         for optimizer, part in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(part)
         for scheduler, part in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(part)
+
+    def _kinds(self) -> list[str]:
+        return [type(optimizer).__name__ for optimizer in self.optimizers]
 
 
 def build_optimization(
@@ -157,6 +167,7 @@ def build_optimization(
 
     optimizer, scheduler = given
     optimizers = [optimizer] if optimizer is not None else build_optimizers(config, parameters)
+    _require_value_model(optimizers, parameters)
     warmup = config.warmup_steps
     warmup = round(warmup * max_steps) if 0 < warmup < 1 else int(warmup)
     schedulers = []
@@ -172,3 +183,15 @@ def build_optimization(
         else:
             schedulers.append(scheduler)
     return Optimization(parameters, optimizers, schedulers, max_grad_norm=config.max_grad_norm)
+
+
+def _require_value_model(optimizers: list[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+    """A given optimizer that lacks the critic would leave it as it started, and nothing else would show it."""
+    held = {id(value) for item in optimizers for group in item.param_groups for value in group["params"]}
+    critic = {name: value for name, value in parameters.items() if name.startswith("value_model.")}
+    if critic and not any(id(value) in held for value in critic.values()):
+        raise ConfigError(
+            f"optimizers was given an optimizer that holds none of the value model's {len(critic)} parameters. Pass a "
+            f"loaded value_model and give the optimizer its parameters too, or leave optimizers out and set optim, "
+            f"learning_rate and value_learning_rate."
+        )
