@@ -39,6 +39,30 @@ def test_a_named_trainer_is_a_small_file_that_inherits_the_base_alone_and_owns_n
     assert len(inspect.getsource(inspect.getmodule(trainer)).splitlines()) <= 240
 
 
+@pytest.mark.parametrize("missing", ["estimate", "loss"])
+def test_an_algorithm_without_its_two_methods_is_refused_before_a_model_is_looked_for(missing):
+    methods = {"estimate": lambda self, rollouts: rollouts, "loss": lambda self, outputs, rollouts: None}
+    del methods[missing]
+    trainer = type("Half", (OnlineRLTrainer,), methods)
+    with pytest.raises(quintain.ConfigError, match=f"Half must define {missing}"):
+        trainer("no/such-model", lambda completions, **_: [0.0])
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "message"),
+    [
+        ("estimate", None, "estimate must return Rollouts"),
+        ("loss", 0.0, "loss must return a LossOutput"),
+        ("loss", quintain.LossOutput({"policy": 0.0}), "'policy' of .*loss must be a LossTerm"),
+    ],
+)
+def test_a_method_that_returns_the_wrong_thing_is_told_what_to_return(method, returned, message, make_trainer):
+    trainer = make_trainer(quintain.GRPOTrainer)
+    setattr(trainer, method, lambda *_: returned)
+    with pytest.raises(TypeError, match=message):
+        trainer.run_step()
+
+
 def test_the_old_name_of_the_base_class_is_an_alias():
     assert quintain.OnlineRLTrainerBase is OnlineRLTrainer
 

@@ -73,7 +73,7 @@ def test_a_separate_critic_starts_from_the_weights_of_the_model_that_was_passed_
     with torch.no_grad():
         model.model.norm.weight.mul_(3.0)
     trainer = make_trainer(PPOTrainer, model=model, value_model="separate")
-    critic = trainer.policies.unwrapped.value_model.classifier
+    critic = trainer.policies.module.value_model.classifier
     for name, weight in model.model.state_dict().items():
         assert torch.equal(critic.model.state_dict()[name], weight), name
     assert not critic.score.weight.any()

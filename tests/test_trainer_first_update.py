@@ -92,6 +92,24 @@ def test_doubled_old_logprobs_stop_the_run_before_any_weight_moves(trainer, monk
     assert all(torch.equal(old, new) for old, new in zip(before, trainer.policies.parameters.values()))
 
 
+def test_rollouts_of_an_older_policy_are_corrected_by_their_ratio_instead(trainer):
+    """S17: with the sampling log-probabilities given, the first ratio is online over sampling, not 1."""
+    ratios = []
+    original = trainer.loss
+
+    def watched(outputs, micro):
+        ratios.append((outputs.logprobs - micro.old_logprobs).detach().exp()[micro.loss_mask])
+        return original(outputs, micro)
+
+    trainer.loss = watched
+    rollouts = scored_rollouts(trainer)
+    queries = [ids[mask] for ids, mask in zip(rollouts.prompt_ids, rollouts.prompt_mask)]
+    responses = [ids[mask] for ids, mask in zip(rollouts.completion_ids, rollouts.completion_mask)]
+    older = [(values[mask] - 0.1) for values, mask in zip(rollouts.sampling_logprobs, rollouts.completion_mask)]
+    trainer.step(queries, responses, rollouts.rewards, sampling_logprobs=older)
+    torch.testing.assert_close(ratios[0], torch.full_like(ratios[0], 0.1).exp(), atol=1e-3, rtol=0)
+
+
 def test_a_sampler_with_other_weights_is_found_out(trainer):
     rollouts = scored_rollouts(trainer)
     wrong = rollouts.replace(sampling_logprobs=rollouts.sampling_logprobs - 1.0)

@@ -101,6 +101,9 @@ class ConstantLosses(OnlineRLTrainer):
     config_class = GRPOTrainer.config_class
     aggregate = GRPOTrainer.aggregate
 
+    def estimate(self, rollouts):
+        return rollouts
+
     def loss(self, outputs, rollouts):
         per_token = outputs.logprobs * 0 + rollouts.signals["constant"][:, None] * self.scale
         return LossOutput({"policy": self.aggregate(per_token, rollouts)})

@@ -31,7 +31,7 @@ def test_a_finished_run_holds_every_file_and_its_model_loads(make_trainer, tmp_p
     ids = torch.tensor([[4, 5, 6]])
     torch.testing.assert_close(policy(ids).logits, trainer.model(ids).logits)
     critic = AutoModelForSequenceClassification.from_pretrained(run / "value_model")
-    assert torch.equal(critic.score.weight, trainer.policies.unwrapped.value_model.score.weight)
+    assert torch.equal(critic.score.weight, trainer.policies.module.value_model.score.weight)
     assert AutoTokenizer.from_pretrained(run / "model").decode([4]) in "01="
 
 

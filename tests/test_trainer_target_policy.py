@@ -136,5 +136,5 @@ def test_the_target_can_supply_the_anchor_and_the_values(make_trainer):
     trainer = make_trainer(PPOTrainer, use_target_policy=True, target_values=True, beta=0.04)
     rollouts = trainer.generate_rollouts()
     with torch.no_grad():
-        trainer.policies.unwrapped.value_model.score.weight.fill_(1.0)
+        trainer.policies.module.value_model.score.weight.fill_(1.0)
     assert bool((trainer.policies.annotate(rollouts, old=True).values == 0).all())

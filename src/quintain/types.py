@@ -135,6 +135,8 @@ class Rollouts:
     prompts: list[PromptText]
     completions: list[PromptText]
     columns: dict[str, list[Any]] = field(default_factory=dict)
+    on_policy: bool = True
+    """Sampled by the online policy as it is now. Else `old_logprobs` are given, and ratios make up for it."""
 
     rewards: Float[Tensor, " batch"] = None
     scored: Bool[Tensor, " batch"] = None

@@ -31,6 +31,11 @@ class Generators:
     def __getitem__(self, name: str) -> torch.Generator:
         return self._generators[name]
 
+    def fork(self, name: str, number: int) -> torch.Generator:
+        """A fresh generator for process `number`: each draws numbers of its own, and all leave `name` in one state."""
+        seed = int(torch.randint(2**62, (1,), generator=self._generators[name]))
+        return torch.Generator().manual_seed(derive_seed(seed, str(number)))
+
     def state_dict(self) -> dict[str, Tensor]:
         return {name: generator.get_state() for name, generator in self._generators.items()}
 

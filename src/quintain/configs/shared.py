@@ -165,6 +165,8 @@ class OnlineRLConfig(
             self.save_steps = None
         if self.min_p is None:
             self.min_p = 0.0
+        if self.top_k is None:
+            self.top_k = 0
         if self.num_generations_eval is None:
             self.num_generations_eval = 1
         if self.max_grad_norm == 0:

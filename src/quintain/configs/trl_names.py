@@ -85,6 +85,16 @@ class TRLNames:
     """From TRL: no effect."""
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     """From TRL: no effect."""
+    overwrite_output_dir: bool | None = None
+    """From TRL: no effect."""
+    do_train: bool | None = None
+    """From TRL: no effect."""
+    do_eval: bool | None = None
+    """From TRL: no effect."""
+    logging_dir: str | None = None
+    """From TRL: no effect."""
+    dataloader_drop_last: bool | None = None
+    """From TRL: no effect."""
 
     # Refused unless switched off.
     fp16: bool | None = None
@@ -151,6 +161,11 @@ NO_EFFECT = {
     "disable_dropout": "dropout is always off, so that the ratio of the first update is 1",
     "dataloader_num_workers": "prompts are tokenised once, before training",
     "ds3_gather_for_generation": "accelerate decides how weights are gathered",
+    "overwrite_output_dir": "an earlier run in the folder is moved aside, never overwritten",
+    "do_train": "call train()",
+    "do_eval": "call evaluate(), or set eval_steps",
+    "logging_dir": "everything is written into output_dir",
+    "dataloader_drop_last": "a step straddles passes over the data, so that no prompt is lost",
     "gradient_checkpointing_kwargs": "checkpointing is always the non-reentrant kind",
 }
 

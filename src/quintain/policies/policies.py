@@ -17,8 +17,7 @@ class Policies:
     """The online module and the slots that share it.
 
     Args:
-        module: the trained module as it is called (wrapped by accelerate or not).
-        unwrapped: the `ActorCritic` inside `module`.
+        module: the language model and, where there is one, its value model.
         slots: which of "ref", "old" and "target" exist.
         temperature: sampling temperature, applied to every policy alike; > 0.
         micro_batch_tokens: padded tokens one forward pass may hold.
@@ -32,8 +31,7 @@ class Policies:
 
     def __init__(
         self,
-        module: nn.Module,
-        unwrapped: ActorCritic,
+        module: ActorCritic,
         *,
         slots: Collection[SlotName],
         temperature: float,
@@ -45,12 +43,12 @@ class Policies:
         target_values: bool = False,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.module, self.unwrapped, self.autocast = module, unwrapped, autocast
+        self.module, self.autocast = module, autocast
         self.temperature, self.micro_batch_tokens = temperature, micro_batch_tokens
         self.target_update, self.exact_kl_to, self.exact_kl_in_loss = target_update, exact_kl_to, exact_kl_in_loss
         self.entropy_gradient, self.target_values = entropy_gradient, target_values
         self.parameters: dict[str, nn.Parameter] = {
-            name: parameter for name, parameter in unwrapped.named_parameters() if parameter.requires_grad
+            name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
         }
         policy = {name: value for name, value in self.parameters.items() if name.startswith("language_model.")}
         self.slots: dict[SlotName, Slot] = {
@@ -69,10 +67,12 @@ class Policies:
         """Add what every slot says about the sampled tokens, and the values the critic gives them.
 
         Args:
-            old: also record the online policy's own log-probabilities, now, as those of the policy that sampled.
+            old: also record the online policy's own log-probabilities, now, as those of the policy that sampled, unless
+                these are given already.
             keep: what micro-batches keep whole; the loop passes the algorithm's unit, so that an update on the whole
                 rollout repeats exactly these micro-batches.
         """
+        old = old and rollouts.old_logprobs is None
         if "old" in self.slots:
             self.slots["old"].copy(self.parameters)
         recorded: dict[str, Tensor] = {}
@@ -109,7 +109,7 @@ class Policies:
         reference_logits = None
         if exact and self.exact_kl_to is not None:
             with torch.no_grad(), self.autocast(), swapped(self.parameters, self.slots[self.exact_kl_to]):
-                reference_logits = self.unwrapped.completion_logits(rollouts)
+                reference_logits = self.module.completion_logits(rollouts)
         with swapped(self.parameters, self.slots[slot]) if slot is not None else nullcontext(), self.autocast():
             outputs: PolicyOutputs = self.module(
                 rollouts,
@@ -121,7 +121,7 @@ class Policies:
         return outputs
 
     def _has_values(self) -> bool:
-        return self.unwrapped.value_model is not None
+        return self.module.value_model is not None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Trainable parameters of the online policy and of every slot, under "online/..." and "SLOT/..."."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 
 from quintain.checkpoints.state import Generators
@@ -67,7 +69,7 @@ class Assembly:
         for note in config.notes:
             _log.warning("note: %s", note)
         self.generators = Generators(config.seed, GENERATORS)
-        self.accelerator = Accelerator(
+        self.accelerator = _accelerator(
             mixed_precision=_mixed_precision(config.dtype),
             log_with=list(config.report_to) or None,
             project_dir=config.output_dir,
@@ -217,7 +219,6 @@ class Assembly:
         if "old" in slots and not exact:
             slots.discard("old")  # its recorded log-probabilities are all that is read of it
         policies = Policies(
-            self.accelerator.prepare(module),
             module,
             slots=slots,  # type: ignore[arg-type]
             temperature=config.temperature,
@@ -271,6 +272,23 @@ def _require_same_vocabulary(value_model: Any, policy: Any) -> None:
             f"value_model must know the policy's token ids: it has {its} token embeddings, and the policy has {ours}. "
             f"Pass a model with the policy's tokenizer, or value_model='separate'."
         )
+
+
+def _accelerator(*, mixed_precision: str, **arguments: Any) -> Accelerator:
+    """An accelerator of our own precision, also where an earlier trainer of this process chose another.
+
+    Data-parallel training needs no wrapper around the model: gradients are summed once an optimizer step.
+    """
+    state = AcceleratorState._shared_state
+    if state and state.get("_mixed_precision") != mixed_precision:
+        AcceleratorState._reset_state()
+    accelerator = Accelerator(mixed_precision=mixed_precision, **arguments)
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise ConfigError(
+            f"this version trains on one process or data-parallel: got {accelerator.distributed_type.value} from "
+            f"accelerate's configuration. Use `accelerate launch --multi_gpu`."
+        )
+    return accelerator
 
 
 def _mixed_precision(dtype: str) -> str:

@@ -16,6 +16,7 @@ from quintain.masking import masked_sum
 from quintain.monitor.statistics import StepStatistics, reward_statistics, rollout_statistics
 from quintain.rollout.engine import build_rollouts
 from quintain.trainers.assembly import Assembly
+from quintain.trainers.contract import check_algorithm, checked_estimate, checked_loss
 from quintain.trainers.first_update import FirstUpdateCheck, coarsest_precision
 from quintain.trainers.manual import ManualLoop
 from quintain.trainers.run import Run
@@ -69,6 +70,7 @@ class OnlineRLTrainer(ManualLoop):
                 f"{type(self).__name__} takes args of type {self.config_class.__name__}: "
                 f"got {type(self.config).__name__}."
             )
+        self.check()
         parts = Assembly(
             self,
             model=model,
@@ -96,13 +98,14 @@ class OnlineRLTrainer(ManualLoop):
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from: str | Path | None = None) -> None:
+    def train(self, resume_from: str | Path | None = None, *, resume_from_checkpoint: str | Path | None = None) -> None:
         """Run `max_steps` training steps, then save the policy to `output_dir/model`.
 
         Args:
             resume_from: a run's folder, or one of its checkpoints; training goes on as if it had never stopped.
+            resume_from_checkpoint: the same, by its name in TRL.
         """
-        with self.run.session(resume_from):
+        with self.run.session(resume_from or resume_from_checkpoint):
             while self.run.step < self.max_steps and not self.run.stopping:
                 self.run.finish_step(self.run_step())
 
@@ -120,7 +123,7 @@ class OnlineRLTrainer(ManualLoop):
         statistics = statistics or StepStatistics()
         with statistics.timed("annotate"):
             rollouts = self.policies.annotate(rollouts, old=self.records_old_logprobs, keep=self.unit)
-            rollouts = self.estimate(rollouts)
+            rollouts = checked_estimate(self.estimate(rollouts), self)
         with statistics.timed("fit"):
             for minibatch in self.minibatches(rollouts, statistics):
                 self.train_minibatch(minibatch, statistics)
@@ -134,11 +137,10 @@ class OnlineRLTrainer(ManualLoop):
             outputs = self.policies.online(micro)
             micro = self.with_old_logprobs(micro, outputs)
             statistics.add_means(self.first_update.observe(outputs, micro))
-            loss = self.loss(outputs, micro)
+            loss = checked_loss(self.loss(outputs, micro), self)
             terms = {**loss.terms, **self.regularisers(outputs, micro)}
             means = {name: term.total / max(counts[term.unit], 1) for name, term in terms.items()}
-            # Data-parallel training averages gradients over processes; the counts are already those of all of them.
-            self.accelerator.backward(torch.stack(list(means.values())).sum() * self.accelerator.num_processes)
+            self.accelerator.backward(torch.stack(list(means.values())).sum())
             losses = {name: losses.get(name, 0.0) + float(mean.detach()) for name, mean in means.items()}
             statistics.observe_policy(outputs, micro)
             statistics.add(loss)
@@ -152,13 +154,17 @@ class OnlineRLTrainer(ManualLoop):
 
     # ---- what an algorithm fills in -------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Refuse what this trainer cannot do, before anything is loaded. An extension calls this one."""
+        check_algorithm(type(self), OnlineRLTrainer)
+
     def estimate(self, rollouts: Rollouts) -> Rollouts:
         """Turn rewards into a training signal: advantages, or whatever `loss` reads. Runs once a rollout."""
-        raise NotImplementedError(f"{type(self).__name__} must define estimate(rollouts)")
+        raise NotImplementedError
 
     def loss(self, outputs: PolicyOutputs, rollouts: Rollouts) -> LossOutput:
         """The loss of one micro-batch as sums, each naming the unit it will be averaged over."""
-        raise NotImplementedError(f"{type(self).__name__} must define loss(outputs, rollouts)")
+        raise NotImplementedError
 
     @property
     def kl_loss_coef(self) -> float:
@@ -192,7 +198,8 @@ class OnlineRLTrainer(ManualLoop):
     def generate_rollouts(self) -> Rollouts:
         """Draw the next prompts and complete each `num_generations` times."""
         assert self.prompts is not None  # train() has checked
-        return self.complete(self.prompts.next_batch(), self.sampling, self.generators["rollout"])
+        generator = self.generators.fork("rollout", self.accelerator.process_index)
+        return self.complete(self.prompts.next_batch(), self.sampling, generator)
 
     def complete(self, prompts: Prompts, sampling: SamplingParams, generator: torch.Generator) -> Rollouts:
         """Sample completions of the given prompts from the online policy."""
@@ -241,7 +248,7 @@ class OnlineRLTrainer(ManualLoop):
 
     def minibatches(self, rollouts: Rollouts, statistics: StepStatistics):  # type: ignore[no-untyped-def]
         """The mini-batches of every epoch; `stop_kl` ends the epochs once one has found the policy that far away."""
-        self.first_update.arm()
+        self.first_update.arm(on_policy=rollouts.on_policy)
         limit = self.config.stop_kl
         for epoch in range(self.config.num_epochs):
             if epoch and limit and self.mean_over_processes(statistics.epoch_mean("kl") or 0.0) > limit:

@@ -28,7 +28,7 @@ def save_adapter(trainer: OnlineRLTrainer, folder: Path) -> None:
 
 def save_value_model(trainer: OnlineRLTrainer, folder: Path) -> None:
     """The critic as a sequence-classification model with one label, where the trainer has one."""
-    value_model = trainer.policies.unwrapped.value_model
+    value_model = trainer.policies.module.value_model
     if value_model is None:
         return
     as_classifier(merged(trainer.model), value_model).save_pretrained(folder)

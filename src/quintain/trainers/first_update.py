@@ -28,9 +28,9 @@ class FirstUpdateCheck:
         self.dtype = dtype
         self.armed, self.untrained = False, untrained
 
-    def arm(self) -> None:
-        """A new rollout: the policy has not moved since it sampled."""
-        self.armed = True
+    def arm(self, *, on_policy: bool = True) -> None:
+        """A new rollout: the policy has not moved since it sampled, unless another policy sampled it."""
+        self.armed = on_policy
 
     def disarm(self) -> None:
         """An optimizer step was taken."""

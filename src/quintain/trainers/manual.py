@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quintain.errors import ConfigError, RewardError
 from quintain.rollout.engine import rollouts_from_tokens, validate_sampling
+from quintain.trainers.evaluation import evaluate
 from quintain.trainers.export import save_policy
 from quintain.types import Prompts, Rollouts
 
@@ -67,7 +68,8 @@ class ManualLoop:
             queries, responses: token ids or texts, one of each a completion; responses include their stop token.
             scores: one number a completion.
             group_ids: equal for completions of one prompt; by default, queries with the same tokens form a group.
-            sampling_logprobs: of the response tokens under the policy that sampled, if known; in nats.
+            sampling_logprobs: of the response tokens under the policy that sampled, in nats, if that was not the online
+                policy as it is now: ratios to it then correct for the difference (importance sampling, S17).
         Returns:
             The metrics of the step, with `mean_reward`, `clip_frac` and `value_loss` beside their full names.
         """
@@ -93,6 +95,8 @@ class ManualLoop:
             rewards=self.penalise(rewards, rollouts),
             scored=torch.ones(len(rollouts), dtype=torch.bool),
             excluded=~rollouts.stopped if self.config.mask_truncated_completions else None,
+            on_policy=sampling_logprobs is None,
+            old_logprobs=None if sampling_logprobs is None else rollouts.sampling_logprobs,
         ).to(self.accelerator.device)
         return self._row(self.fit(rollouts))
 
@@ -120,6 +124,12 @@ class ManualLoop:
         """
         if self.accelerator.is_main_process:
             save_policy(self, self.run.folder / "model" if output_dir is None else Path(output_dir))
+
+    def evaluate(self: OnlineRLTrainer) -> dict[str, float]:  # type: ignore[misc]
+        """Mean reward over the evaluation prompts: `eval_reward`, and `eval_rewards/{name}/mean` for each function."""
+        if self.eval_prompts is None or self.reward is None:
+            raise ConfigError("evaluate() needs eval_dataset and reward_funcs. Pass both to the trainer.")
+        return evaluate(self)
 
     def log_stats(self, stats: Mapping[str, float], *_ignored: Any) -> None:
         """Print a step's main numbers, as `log_training_stats`."""

@@ -100,6 +100,7 @@ class Optimization:
 
         A step whose gradient is not finite changes no weight; the norm returned says so.
         """
+        self._sum_over_processes()
         gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
         if bool(torch.isfinite(norm)):
@@ -109,6 +110,15 @@ class Optimization:
                 optimizer.step()
         self.zero()
         return float(norm)
+
+    def _sum_over_processes(self) -> None:
+        """Add up the gradients of all data-parallel processes, whatever number of micro-batches each of them had."""
+        if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+            return
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            torch.distributed.all_reduce(parameter.grad)
 
     def zero(self) -> None:
         """Forget the accumulated gradients."""

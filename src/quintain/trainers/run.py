@@ -132,7 +132,6 @@ class Run:
         """Count the step, and tell everyone who wants to know."""
         self.counter.step += 1
         row = {"step": self.step, **statistics.result(), **self._timing(statistics)}
-        self._watch_for_nonfinite(row)
         self.trainer.optimizer.next_rate()
         if self.config.eval_steps and self.step % self.config.eval_steps == 0:
             scores = evaluate(self.trainer)
@@ -142,15 +141,16 @@ class Run:
         self.callbacks.step_end(self.step, row)
         if self.is_main:
             self._write(row, statistics, findings)
-        if any(finding.action == "stop" for finding in findings) or self.callbacks.control.should_training_stop:
-            self.stopping = True
+        self._watch_for_nonfinite(row)
+        stop = any(finding.action == "stop" for finding in findings) or self.callbacks.control.should_training_stop
+        self.stopping = self._any_process(self.stopping or stop)
         reasons = (
             self._is_best(row),
             self.config.save_steps is not None and self.step % self.config.save_steps == 0,
             any(finding.action == "checkpoint" for finding in findings),
             self.callbacks.control.should_save,
         )
-        if any(reasons):
+        if self._any_process(any(reasons)):
             self.save_checkpoint()
         self._step_started = time.perf_counter()
 
@@ -171,6 +171,10 @@ class Run:
         return path
 
     # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _any_process(self, flag: bool) -> bool:
+        """Whether any process says so: all must stop, and save, at the same step."""
+        return self.trainer.sum_over_processes(int(flag)) > 0
 
     @property
     def is_main(self) -> bool:
@@ -206,8 +210,8 @@ class Run:
         self._nonfinite = 0 if math.isfinite(row["grad_norm"]) else self._nonfinite + 1
         if self._nonfinite >= MAX_NONFINITE_STEPS:
             raise RolloutError(
-                f"the gradient was not finite in {self._nonfinite} steps in a row (step {self.step}); these steps "
-                f"changed no weight. Lower learning_rate, or look for extreme rewards or log-probabilities in "
+                f"the gradient was not finite in {self._nonfinite} steps in a row (step {self.step}); updates "
+                f"with such a gradient were left out. Lower learning_rate, or look for extreme rewards in "
                 f"{self.folder / 'metrics.jsonl'}."
             )
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quintain.advantages.group import group_centred_batch_scaled, group_mean_centred, group_relative
 from quintain.configs.algorithms import TPOConfig
+from quintain.errors import ConfigError
 from quintain.kl.estimators import ESTIMATORS
 from quintain.masking import masked_row_sum, sum_from_mean
 from quintain.objectives.clip import probability_ratio
@@ -31,6 +32,14 @@ class TPOTrainer(OnlineRLTrainer):
     config_class = TPOConfig
     config: TPOConfig
     unit: Unit = "group"
+
+    def check(self) -> None:
+        super().check()
+        if self.config.loss_type == "target_matching" and type(self).tpo_loss is not TPOTrainer.tpo_loss:
+            raise ConfigError(
+                f"{type(self).__name__} overrides tpo_loss, which loss_type='target_matching' does not call. Set "
+                f"loss_type='policy_gradient', or override loss."
+            )
 
     @property
     def slots(self) -> set[str]:
