@@ -104,8 +104,9 @@ def recipe_from_dict(data: Mapping[str, Any], overrides: Mapping[str, Any], sour
     notes: list[str] = []
     if algorithm != settings.get("algorithm"):
         notes = _drop_fields_of_other_algorithms(settings, config_class, algorithm)
-    settings.update(overrides)
     _refuse_unknown_keys(settings, config_class, algorithm, source)
+    _refuse_unknown_keys(overrides, config_class, algorithm, "the command line")
+    settings.update(overrides)
     missing = [key for key in _REQUIRED_KEYS if settings.get(key) is None]
     if missing:
         raise ConfigError(f"{source} lacks {' and '.join(missing)}. Add the line `{missing[0]}: ...`.")

@@ -112,6 +112,12 @@ class Run:
             load_checkpoint(checkpoint, self.parts)
             self.trainer.first_update.untrained = False
             _log.info("resumed from %s", checkpoint)
+            if self.step >= self.trainer.max_steps and self.is_main:
+                print(
+                    f"note: this run has finished already ({self.step} of {self.trainer.max_steps} steps); raise "
+                    f"max_steps to go on.",
+                    file=sys.stderr,
+                )
         if self.is_main:
             fresh = checkpoint is None and not self._begun
             if fresh and (earlier := set_aside_run(self.folder)) is not None:
