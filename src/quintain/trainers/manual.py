@@ -135,6 +135,10 @@ class ManualLoop:
         """Print a step's main numbers, as `log_training_stats`."""
         log_training_stats(stats)
 
+    def log_training_stats(self, stats: Mapping[str, float]) -> None:
+        """The function of the same name, as a method."""
+        log_training_stats(stats)
+
     def _row(self: OnlineRLTrainer, statistics: StepStatistics) -> dict[str, float]:  # type: ignore[misc]
         self.run.counter.step += 1
         self.optimizer.next_rate()
