@@ -42,3 +42,12 @@ def test_the_guides_example_is_short():
 def test_the_readme_example_is_under_fifteen_lines():
     example = blocks((ROOT / "README.md").read_text(encoding="utf-8"))[0]
     assert len(example.strip().splitlines()) <= 15
+
+
+@pytest.mark.slow
+def test_the_first_example_trains_and_learns(tmp_path):
+    program = [sys.executable, str(ROOT / "examples" / "first_run.py")]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["reward"] > 0.5 > rows[0]["reward"]
