@@ -257,4 +257,3 @@ def test_the_quickstarts_differ_in_the_algorithm_only():
         other = load_recipe(name)
         assert (other.model, other.dataset, other.rewards) == (quickstart.model, quickstart.dataset, quickstart.rewards)
         assert other.config.completions_per_step == quickstart.config.completions_per_step
-        assert other.config.max_steps == quickstart.config.max_steps

@@ -93,7 +93,8 @@ class PolicyOutputs:
     """One policy's view of a batch of completions. Positions outside the completion mask hold 0."""
 
     logprobs: Float[Tensor, "batch completion"]
-    entropy: Float[Tensor, "batch completion"]
+    entropy: Float[Tensor, "batch completion"] = None
+    """None where it was not asked for."""
     values: Float[Tensor, "batch completion"] | None = None
     exact_kl: Float[Tensor, "batch completion"] | None = None
     """KL(this policy || the reference) over the whole vocabulary; only with `kl_estimator="exact"`."""

@@ -124,6 +124,8 @@ def _digest(path: Path) -> str:
 
 
 def _fsync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():  # Windows has no handle to a folder, and needs none
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -50,12 +50,12 @@ class StepStatistics:
 
     def add_means(self, means: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         for name, (total, count) in means.items():
-            self._sums[name] = self._sums.get(name, 0) + total.detach().double()
-            self._counts[name] = self._counts.get(name, 0) + count.detach().double()
+            self._sums[name] = self._sums.get(name, 0) + total.detach().cpu().double()
+            self._counts[name] = self._counts.get(name, 0) + count.detach().cpu().double()
 
     def add_maxima(self, maxima: Mapping[str, Tensor]) -> None:
         for name, value in maxima.items():
-            value = value.detach().double()
+            value = value.detach().cpu().double()
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def add(self, loss: LossOutput) -> None:
@@ -121,8 +121,7 @@ class StepStatistics:
 
 def rollout_statistics(rollouts: Rollouts, max_completion_length: int) -> dict[str, float]:
     """Lengths, cut-offs and duplicates of the sampled completions."""
-    lengths = rollouts.lengths.double()
-    stopped = rollouts.stopped
+    lengths, stopped = rollouts.lengths.cpu().double(), rollouts.stopped.cpu()
     texts = [str(completion) for completion in rollouts.completions]
     ends = lengths[stopped]
     return {
@@ -146,11 +145,11 @@ def reward_statistics(rollouts: Rollouts) -> dict[str, float]:
     `reward_std` is the sample standard deviation over all scored completions of the step.
     """
     scored = rollouts.scored
-    kept = rollouts.rewards[scored].double()
+    kept = rollouts.rewards[scored].cpu().double()
     numbers = {
         "reward": float(kept.mean()) if len(kept) else 0.0,
         "reward_std": float(kept.std()) if len(kept) > 1 else 0.0,
-        "unscored_fraction": float((~scored).double().mean()),
+        "unscored_fraction": float((~scored).float().mean()),
         "frac_reward_zero_std": float(tied_fraction(rollouts.rewards, rollouts.group_ids, scored)),
     }
     if rollouts.reward_output is None:
@@ -164,7 +163,7 @@ def reward_statistics(rollouts: Rollouts) -> dict[str, float]:
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over valid tokens; 0 where the returns do not vary."""
-    kept_returns, kept_values = returns[mask].double(), values[mask].double()
+    kept_returns, kept_values = returns[mask].cpu().double(), values[mask].cpu().double()
     spread = kept_returns.var() if kept_returns.numel() > 1 else torch.zeros(())
     if float(spread) == 0.0:
         return 0.0

@@ -51,6 +51,7 @@ class ActorCritic(nn.Module):
         reference_logits: Tensor | None = None,
         entropy_gradient: bool = False,
         want_values: bool = True,
+        want_entropy: bool = True,
     ) -> PolicyOutputs:
         """Log-probabilities, entropy and values of every completion token, at the sampling temperature.
 
@@ -60,17 +61,19 @@ class ActorCritic(nn.Module):
             reference_logits: another policy's `completion_logits`, for the exact KL to it.
             entropy_gradient: keep the graph through the entropy (needed only for an entropy bonus).
             want_values: also run the value model, where there is one.
+            want_entropy: also compute the entropy, which takes a pass over the whole distribution.
         """
         layout = self.lay_out(rollouts)
         logits, hidden = self._logits_and_hidden(layout)
         ids = rollouts.completion_ids[rollouts.completion_mask]
-        values = kl = None
+        values = kl = entropy = None
         if self.value_model is not None and want_values:
             values = layout.scatter(self.value_model(layout, hidden).float())
         if reference_logits is not None:
             kl = layout.scatter(exact_kl(logits / temperature, reference_logits / temperature))
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
-            entropy = layout.scatter(token_entropy(logits, temperature))
+        if want_entropy:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+                entropy = layout.scatter(token_entropy(logits, temperature))
         logprobs = layout.scatter(token_logprobs(logits, ids, temperature))
         return PolicyOutputs(logprobs=logprobs, entropy=entropy, values=values, exact_kl=kl)
 

@@ -92,8 +92,8 @@ def best_pack_size(rollouts: Rollouts, *, token_cost: float, pair_cost: float) -
         pair_cost: operations a pair of tokens, in attention.
     """
     group = int(rollouts.group_ids.unique(return_counts=True)[1].max())
-    prompt = float(rollouts.prompt_mask.sum(dim=1).double().mean())
-    completion = float(rollouts.lengths.double().mean())
+    prompt = float(rollouts.prompt_mask.sum(dim=1).float().mean())
+    completion = float(rollouts.lengths.float().mean())
 
     def cost(size: int) -> float:
         tokens = prompt + size * completion

@@ -60,7 +60,7 @@ class Policies:
 
     def online(self, rollouts: Rollouts) -> PolicyOutputs:
         """The policy being trained, with gradient."""
-        return self._evaluate(rollouts, exact=self.exact_kl_in_loss)
+        return self._evaluate(rollouts, exact=self.exact_kl_in_loss, entropy=True)
 
     @torch.no_grad()
     def annotate(self, rollouts: Rollouts, *, old: bool, keep: Unit = "token") -> Rollouts:
@@ -105,7 +105,9 @@ class Policies:
         if "target" in self.slots and self.target_update is not None:
             self.target_update(self.slots["target"], self.parameters)
 
-    def _evaluate(self, rollouts: Rollouts, *, slot: SlotName | None = None, exact: bool = False) -> PolicyOutputs:
+    def _evaluate(
+        self, rollouts: Rollouts, *, slot: SlotName | None = None, exact: bool = False, entropy: bool = False
+    ) -> PolicyOutputs:
         reference_logits = None
         if exact and self.exact_kl_to is not None:
             with torch.no_grad(), self.autocast(), swapped(self.parameters, self.slots[self.exact_kl_to]):
@@ -115,8 +117,9 @@ class Policies:
                 rollouts,
                 self.temperature,
                 reference_logits,
-                self.entropy_gradient,
-                slot is None or (slot == "target" and self.target_values),
+                entropy_gradient=self.entropy_gradient,
+                want_values=slot is None or (slot == "target" and self.target_values),
+                want_entropy=entropy,
             )
         return outputs
 

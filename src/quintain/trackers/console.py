@@ -31,7 +31,18 @@ KEY_METRICS = {
 }
 """Metric names shown while training, in order, and what they are called there."""
 
-_LINE_METRICS = ("reward", "kl", "clip_fraction", "loss/value", "grad_norm", "completions/mean_length")
+_LINE_METRICS = (
+    "reward",
+    "kl",
+    "ref_kl",
+    "target_kl_gap",
+    "clip_fraction",
+    "loss/value",
+    "grad_norm",
+    "completions/mean_length",
+)
+_ZERO_WITHOUT_REUSE = ("kl", "clip_fraction")
+"""Exactly 0 in every step of a run that uses each rollout once: then they say nothing and are left out of the line."""
 _SAMPLE_CHARACTERS = 300
 
 
@@ -135,7 +146,9 @@ def summary_line(step: int, metrics: Mapping[str, float], total_steps: int | Non
     """One line with the step and the key numbers that are there, such as
     `step 3/25  reward 0.412  KL 0.0021  clipped 0.12  grad norm 1.3  length 22.5`."""
     width = len(str(total_steps)) if total_steps else 0
-    numbers = [f"{KEY_METRICS[name]} {format_number(metrics[name])}" for name in _LINE_METRICS if name in metrics]
+    shown = [name for name in _LINE_METRICS if name in metrics]
+    shown = [name for name in shown if metrics[name] != 0 or name not in _ZERO_WITHOUT_REUSE]
+    numbers = [f"{KEY_METRICS[name]} {format_number(metrics[name])}" for name in shown]
     return "  ".join([f"step {step:{width}d}" + (f"/{total_steps}" if total_steps else ""), *numbers])
 
 

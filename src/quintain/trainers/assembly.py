@@ -208,7 +208,8 @@ class Assembly:
 
     def _policies(self, trainer: OnlineRLTrainer, ref_model: Any) -> Policies:
         config = self.config
-        module = ActorCritic(self.model, self.value_model).to(self.accelerator.device)
+        device = self.accelerator.device
+        module = ActorCritic(self.model.to(device), self.value_model).to(device)
         # Dropout off, also where a model applies it by rate: two passes over the same tokens must agree.
         module.train(config.gradient_checkpointing)
         if config.gradient_checkpointing:

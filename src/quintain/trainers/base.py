@@ -212,6 +212,7 @@ class OnlineRLTrainer(ManualLoop):
     def score(self, rollouts: Rollouts) -> Rollouts:
         """Ask the reward functions, and apply the penalties that do not depend on text."""
         assert self.reward is not None  # train() has checked
+        rollouts = rollouts.to("cpu")  # reward functions see text and lists; what they return is added up there
         output = self.reward.score(rollouts, self.run.state)
         return rollouts.replace(
             rewards=self.penalise(output.rewards, rollouts),
@@ -219,7 +220,7 @@ class OnlineRLTrainer(ManualLoop):
             token_rewards=output.token_rewards,
             reward_output=output,
             excluded=~rollouts.stopped if self.config.mask_truncated_completions else None,
-        )
+        ).to(self.accelerator.device)
 
     def penalise(self, rewards: Tensor, rollouts: Rollouts) -> Tensor:
         """`missing_eos_penalty` for cut-off completions and `length_penalty` in proportion to length."""

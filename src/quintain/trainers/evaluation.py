@@ -26,7 +26,7 @@ def evaluate(trainer: OnlineRLTrainer) -> dict[str, float]:
     totals: dict[str, list[torch.Tensor]] = {}
     for batch in prompts.one_pass(limit=config.eval_num_prompts):
         rollouts = trainer.complete(batch, sampling, generator)
-        output = trainer.reward.score(rollouts, trainer.run.state)
+        output = trainer.reward.score(rollouts.to("cpu"), trainer.run.state)
         totals.setdefault("eval_reward", []).append(output.rewards[output.scored])
         for name, values in output.components.items():
             totals.setdefault(f"eval_rewards/{name}/mean", []).append(values[~values.isnan()])

@@ -293,7 +293,7 @@ def completion_rows(step: int, statistics: StepStatistics) -> list[dict[str, Any
     rollouts = statistics.rollouts
     if rollouts is None or rollouts.rewards is None:
         return []
-    output = rollouts.reward_output
+    rollouts, output = rollouts.to("cpu"), rollouts.reward_output
     rows = []
     for index, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions)):
         row: dict[str, Any] = {
