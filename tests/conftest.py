@@ -8,8 +8,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a network
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)  # on tensors this small, more threads only wait for each other
+
+# The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones.
+settings.register_profile("repeat", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 REVERSAL = [{"prompt": f"{a}{b}=", "answer": f"{b}{a}"} for a in "01" for b in "01"]
 

@@ -205,7 +205,7 @@ def test_a_recipe_written_out_reads_back_as_itself(algorithm):
 
 
 PLAIN = st.text() | st.sampled_from(
-    ["1e-5", "no", "010", "01", "1_0", "null", "~", "1:30", ".inf", "+.5", "", "=", "<<"]
+    ["\x85", "a\u2028b", "1e-5", "no", "010", "01", "1_0", "null", "~", "1:30", ".inf", "+.5", "", "=", "<<"]
 )
 
 
