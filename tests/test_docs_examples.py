@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from quintain import PPOTrainer, TPOTrainer
+
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "add-an-algorithm.md").read_text(encoding="utf-8")
 
@@ -51,3 +53,14 @@ def test_the_first_example_trains_and_learns(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["reward"] > 0.5 > rows[0]["reward"]
+
+
+@pytest.mark.parametrize("trainer_class", [PPOTrainer, TPOTrainer])
+def test_every_number_of_a_step_is_explained(trainer_class, make_trainer, reversal):
+    trainer = make_trainer(trainer_class, max_steps=1, eval_steps=1, trainer={"eval_dataset": reversal})
+    trainer.train()
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    explained = " ".join(re.findall(r"`([^`]+)`", page))
+    for name in trainer.run.state.log_history[0]:
+        general = re.sub(r"^(eval_)?rewards/[^/]+/", r"\1rewards/{name}/", re.sub(r"^loss/.*", "loss/{term}", name))
+        assert general in explained or general.removeprefix("completions/") in explained, name
