@@ -162,6 +162,11 @@ class PPOTrainer(OnlineRLTrainer):
         return clipped_value_loss(values, old_values, returns, clip_range=self.config.cliprange_value)
 
     @property
+    def cliprange(self) -> float:
+        """Half-width of the interval around ratio 1, for overrides of `actor_loss`."""
+        return self.config.cliprange
+
+    @property
     def clip_bounds(self) -> dict[str, Any]:
         return {"clip_range": self.config.cliprange, "dual_clip": self.config.dual_clip}
 
