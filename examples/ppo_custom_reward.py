@@ -2,8 +2,8 @@
 
     python examples/ppo_custom_reward.py
 
-A tiny transformer learns to write digits in rising order ("fluency") without the digit 9 ("safety"). Under a minute on a
-CPU, no download.
+A tiny transformer learns to write digits in rising order ("fluency") without the digit 9 ("safety"). Under a minute on
+a CPU, no download.
 """
 
 from itertools import pairwise
