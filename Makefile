@@ -6,7 +6,7 @@ check:
 	ruff check .
 	mypy
 	lint-imports
-	python -m pytest -m "not slow"
+	python -m pytest -m "not slow" -n 2
 
 # Everything that this machine can run.
 test:

@@ -2,7 +2,7 @@
 
     python examples/first_run.py
 
-Takes about ten seconds on a CPU and downloads nothing. For a real model, name it instead of "scratch:tiny" and drop
+Takes about fifteen seconds on a CPU and downloads nothing. For a real model, name it instead of "scratch:tiny" and drop
 `model_init_kwargs`.
 """
 

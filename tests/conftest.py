@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tensors this small, more threads only wait for each other
 
 import pytest
 import torch
 from hypothesis import settings
 
-torch.set_num_threads(1)  # on tensors this small, more threads only wait for each other
+torch.set_num_threads(1)
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones.
 settings.register_profile("repeat", derandomize=True, deadline=None)

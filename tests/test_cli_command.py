@@ -201,7 +201,7 @@ def test_doctor_status_says_whether_there_is_an_error(tmp_path, capsys, monkeypa
         monkeypatch.setattr(doctor, "examine_run", lambda _, found=severities: [finding(name) for name in found])
         assert main(["doctor", str(tmp_path)]) == status
     text = capsys.readouterr().out
-    assert "nothing looks wrong" in text and "1 errors, 1 other findings" in text
+    assert "nothing looks wrong" in text and "errors: 1, other findings: 1" in text
     assert "error at step 7: KL rose [kl_jump]" in text and "kl 0.5123" in text and "lower it" in text
 
 

@@ -14,7 +14,7 @@ def doctor(run: Path) -> int:
         print(describe(finding))
     errors = sum(finding.severity == "error" for finding in findings)
     others = len(findings) - errors
-    print(f"{run}: {errors} errors, {others} other findings." if findings else f"{run}: nothing looks wrong.")
+    print(f"{run}: errors: {errors}, other findings: {others}." if findings else f"{run}: nothing looks wrong.")
     return 1 if errors else 0
 
 

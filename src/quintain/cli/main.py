@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("train", help="train a model as a recipe says (quintain train --help)")
 
-    selftest = commands.add_parser("selftest", help="show that every algorithm learns on this machine, in a minute")
+    selftest = commands.add_parser(
+        "selftest", help="show that every algorithm learns on this machine, in half a minute"
+    )
     selftest.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help="only these, such as tpo ppo")
     selftest.set_defaults(run=_selftest)
 

@@ -119,7 +119,7 @@ def summary(recipe: Recipe, resume: Path | None = None) -> str:
         f"  prompts: {recipe.dataset}, {config.prompts_per_step} a step, {config.num_generations} completions each, "
         f"up to {config.max_completion_length} tokens",
         f"  rewards: {reward_names(recipe.rewards)}",
-        f"  updates: {length}, {config.num_epochs * config.num_mini_batches} optimizer steps each, "
+        f"  updates: {length}, {config.num_epochs * config.num_mini_batches} optimizer steps for each, "
         f"learning rate {config.learning_rate:g}",
         f"  run:     {config.output_dir}, seed {config.seed}",
     ]
@@ -157,6 +157,10 @@ def build_trainer(recipe: Recipe) -> OnlineRLTrainer:
     from quintain.data import load_dataset_reference
     from quintain.rewards import resolve_rewards
 
+    if recipe.model.startswith("scratch:") and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(1)  # on a model this small, more threads only wait for each other
     trainer = trainer_class(recipe.algorithm)
     adapter = _adapter(recipe.peft)
     functions, weights = resolve_rewards(recipe.rewards)
