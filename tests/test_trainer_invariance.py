@@ -27,18 +27,18 @@ class Gradients:
 
     def __init__(self, trainer):
         self.trainer, self.seen = trainer, None
-        self.learning_rates = trainer.optimizer.learning_rates
+        self.learning_rates, self.policy_stands_still = trainer.optimizer.learning_rates, False
 
-    def step(self):
+    def step(self, leave_out):
         parameters = self.trainer.policies.parameters
         self.seen = {name: value.grad.clone() for name, value in parameters.items() if value.grad is not None}
         for parameter in parameters.values():
             parameter.grad = None
-        return 1.0
+        return {"grad_norm": 1.0}
 
 
 def gradients(trainer, rollouts, budget):
-    trainer.config.micro_batch_tokens = trainer.policies.micro_batch_tokens = budget
+    trainer.policies.micro_batch_tokens = budget
     trainer.optimizer = Gradients(trainer)
     trainer.fit(rollouts)
     return trainer.optimizer.seen
@@ -133,9 +133,9 @@ def test_the_loss_of_a_step_is_the_stated_mean_for_every_split_and_order(
     seen = {}
 
     class Optimizer:
-        def step(self):
+        def step(self, leave_out):
             seen["gradient"] = float(trainer.scale.grad)
-            return 0.0
+            return {"grad_norm": 0.0}
 
     trainer.optimizer = Optimizer()
     lengths = torch.tensor([1, 2, 3, 10])
@@ -154,7 +154,7 @@ def test_the_loss_of_a_step_is_the_stated_mean_for_every_split_and_order(
     )
     if reverse:
         rollouts = rollouts.select([3, 2, 1, 0])
-    trainer.config.micro_batch_tokens = {1: 1, 2: 22, 4: 44}[rows_per_micro]
+    trainer.policies.micro_batch_tokens = {1: 1, 2: 22, 4: 44}[rows_per_micro]
     statistics = StepStatistics()
     trainer.train_minibatch(rollouts, statistics)
     assert statistics.result()["loss/policy"] == pytest.approx(expected, abs=1e-6)

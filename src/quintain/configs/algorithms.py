@@ -37,15 +37,32 @@ class PPOConfig(OnlineRLConfig):
     """Discount a token of later rewards."""
     lam: float = 0.95
     """Lambda of generalised advantage estimation: 0 trusts the value model, 1 the observed rewards."""
+    scale_rewards: str = "none"
+    """Standardise scores by the mean and standard deviation of the "batch", or of all scores of the run so far
+    ("running"); "none" leaves them as they are. Metrics and completions.jsonl keep the scores as they came."""
+    score_clip: float | None = None
+    """After scaling, scores are kept within plus and minus this. reward_clip bounds them before."""
     whiten_rewards: bool = False
     """Scale per-token rewards to unit variance over the batch, keeping their mean."""
     whiten_advantages: bool = True
     """Scale advantages to mean 0 and variance 1 over the batch's valid tokens."""
     value_model: str = "shared"
-    """Where values come from: a head on the policy ("shared"), a model of its own started from the policy's weights
-    ("separate"), or the name of a model."""
+    """Where values come from: a head on the policy ("shared"); weights of its own, started from the policy's
+    ("separate"); or the name of a model. Beside an adapter (LoRA), "separate" is a second adapter on the same frozen
+    backbone, and otherwise a whole copy."""
+    detach_value_head: bool = False
+    """Keep the value loss out of the policy's weights: of a "shared" value model, only the head learns from it."""
     value_learning_rate: float | None = None
     """Learning rate of the value model or head; unset is learning_rate."""
+    value_lr_warmup_steps: float | None = None
+    """As warmup_steps, for the value model's learning rate; unset is warmup_steps."""
+    value_max_grad_norm: float | None = None
+    """Norm to which the gradient of the value model or head is clipped by itself; unset clips it with the policy's."""
+    value_warmup_steps: int = 0
+    """Training steps at the start in which only the value model or head learns, and the policy stands still."""
+    ratio_threshold: float | None = 10.0
+    """Mean probability ratio of a mini-batch, online over sampling policy, above which its update is left out, with a
+    warning; unset is never."""
     target_values: bool = False
     """Let the EMA target policy supply the values of GAE (with use_target_policy); it then holds the critic too."""
 
@@ -60,6 +77,7 @@ class PPOConfig(OnlineRLConfig):
     """From TRL: target_kl."""
 
     kl_weights: ClassVar[tuple[str, ...]] = ("kl_coef", "kl_in_loss")
+    reward_scales: ClassVar[tuple[str, ...]] = ("none", "batch", "running")
     trl_renamed: ClassVar[dict[str, str]] = {
         "beta": "kl_coef",
         "init_kl_coef": "kl_coef",
@@ -76,7 +94,11 @@ class PPOConfig(OnlineRLConfig):
         "vf_coef": Number("(0, inf)"),
         "gamma": Number("(0, 1]", hint="0.99 to 1 is usual."),
         "lam": Number("[0, 1]", hint="0.9 to 0.95 is usual."),
+        "score_clip": Number("(0, inf)", optional=True),
         "value_learning_rate": Number("(0, inf)", optional=True),
+        "value_lr_warmup_steps": Number("[0, inf)", optional=True),
+        "value_max_grad_norm": Number("(0, inf)", optional=True),
+        "value_warmup_steps": Number("[0, inf)", whole=True),
     }
 
     def check(self) -> None:
@@ -85,6 +107,16 @@ class PPOConfig(OnlineRLConfig):
             raise ConfigError(
                 "target_values=True takes values from a target policy, and use_target_policy=False. Set "
                 "use_target_policy=True."
+            )
+        if self.detach_value_head and self.value_model != "shared":
+            raise ConfigError(
+                f"detach_value_head=True concerns a head on the policy's own backbone, and value_model="
+                f"{self.value_model!r} has weights of its own. Use value_model='shared' or detach_value_head=False."
+            )
+        if self.max_steps is not None and self.value_warmup_steps >= self.max_steps:
+            raise ConfigError(
+                f"value_warmup_steps={self.value_warmup_steps} leaves the policy none of the max_steps="
+                f"{self.max_steps} training steps. Use fewer, or raise max_steps."
             )
         if self.dual_clip is not None and self.dual_clip <= 1 + self.cliprange:
             raise ConfigError(
@@ -176,6 +208,7 @@ class RLOOConfig(OnlineRLConfig):
     """From TRL: beta."""
 
     kl_weights: ClassVar[tuple[str, ...]] = ("beta",)
+    reward_scales: ClassVar[tuple[str, ...]] = ("none",)
     group_baseline: ClassVar[str] = "RLOO's baseline is the mean of the group's other completions"
     trl_renamed: ClassVar[dict[str, str]] = {"rloo_k": "num_generations", "kl_coef": "beta"}
     rules: ClassVar[dict[str, Rule]] = {
@@ -198,6 +231,7 @@ class ReinforceConfig(OnlineRLConfig):
     """Weight of KL to the reference policy in the loss."""
 
     kl_weights: ClassVar[tuple[str, ...]] = ("beta",)
+    reward_scales: ClassVar[tuple[str, ...]] = ("none",)
     rules: ClassVar[dict[str, Rule]] = {
         **OnlineRLConfig.rules,
         "baseline": OneOf(("batch", "none")),
@@ -222,6 +256,7 @@ class DGConfig(OnlineRLConfig):
     """Weight of KL to the reference policy in the loss."""
 
     kl_weights: ClassVar[tuple[str, ...]] = ("beta",)
+    reward_scales: ClassVar[tuple[str, ...]] = ("none",)
     rules: ClassVar[dict[str, Rule]] = {
         **OnlineRLConfig.rules,
         "eta": Number("(0, inf)"),

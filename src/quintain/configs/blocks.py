@@ -38,7 +38,7 @@ class OptimisationFields:
     num_mini_batches: int = 1
     """Optimizer steps in one pass over a rollout. Parts may differ in size by one unit."""
     micro_batch_tokens: int = 4096
-    """Padded tokens, prompt included, of one forward pass. Changes memory and speed, and no gradient."""
+    """Padded tokens, prompt included, whose activations are held at once. Changes memory and speed, and no gradient."""
 
 
 @dataclass
@@ -156,6 +156,9 @@ class PolicyFields:
     """Completions over which adaptive control acts; smaller is quicker."""
     stop_kl: float | None = None
     """Mean KL a token from the sampling policy at which a rollout's remaining epochs are skipped; unset is never."""
+    ratio_threshold: float | None = None
+    """Mean probability ratio of a mini-batch, online over sampling policy, above which its update is left out, with a
+    warning. Clipping bounds what a token earns and not what the loss may do on average; unset is never."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus in the loss."""
 

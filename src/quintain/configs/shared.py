@@ -52,7 +52,7 @@ SHARED_RULES: dict[str, Rule] = {
     "overlong_prompts": OneOf(("error", "drop", "cut_left")),
     "seed": Number("[0, 4294967295]", whole=True),
     "reward_weights": ListOf(Number("(-inf, inf)"), optional=True),
-    "scale_rewards": OneOf(("group", "batch", "none")),
+    "scale_rewards": OneOf(("group", "batch", "running", "none")),
     "reward_clip": ListOf(Number("(-inf, inf)"), optional=True, length=2),
     "reward_timeout": Number("(0, inf)", optional=True),
     "on_reward_error": OneOf(("raise", "unscored")),
@@ -71,6 +71,7 @@ SHARED_RULES: dict[str, Rule] = {
     "target_kl": Number("(0, inf)", optional=True),
     "kl_horizon": Number("[1, inf)", whole=True),
     "stop_kl": Number("(0, inf)", optional=True),
+    "ratio_threshold": Number("(1, inf)", optional=True, hint="On the sampling policy itself the ratio is 1."),
     "entropy_coef": Number("[0, inf)"),
     "save_steps": Number("[1, inf)", whole=True, optional=True),
     "save_total_limit": Number("[1, inf)", whole=True, optional=True),
@@ -99,6 +100,8 @@ class OnlineRLConfig(
     """Fields that weigh KL to the reference policy, if the algorithm has such a term."""
     group_baseline: ClassVar[str] = ""
     """What the algorithm compares a completion with the rest of its group for; empty if it does not."""
+    reward_scales: ClassVar[tuple[str, ...]] = ("none", "group", "batch")
+    """Values of scale_rewards that the algorithm has a meaning for."""
     trl_renamed: ClassVar[dict[str, str]] = {}
     """TRL names of this algorithm's own fields, to ours."""
 
@@ -182,6 +185,12 @@ class OnlineRLConfig(
             raise ConfigError(
                 f"scale_rewards='group' needs num_generations of 2 or more: got {self.num_generations}. "
                 "Use scale_rewards='batch' or 'none'."
+            )
+        if self.scale_rewards not in self.reward_scales:
+            known = " or ".join(map(repr, self.reward_scales))
+            raise ConfigError(
+                f"{type(self).__name__} does not scale rewards in this way: scale_rewards={self.scale_rewards!r}. "
+                f"Use {known}, or another algorithm."
             )
         if self.min_completion_length > self.max_completion_length:
             raise ConfigError(

@@ -29,7 +29,7 @@ class StepStatistics:
         self._maxima: dict[str, Tensor] = {}
         self._losses: dict[str, list[float]] = defaultdict(list)
         self._seconds: dict[str, float] = defaultdict(float)
-        self._epoch_start: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._marks: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
 
     def set(self, **values: float) -> None:
         """Record numbers under their own names."""
@@ -63,12 +63,17 @@ class StepStatistics:
         self.add_means(loss.means)
         self.add_maxima(loss.maxima)
 
-    def add_losses(self, losses: Mapping[str, float], grad_norm: float) -> None:
-        """The losses of one optimizer step, by term, and its gradient norm before clipping."""
+    def count(self, name: str, number: float) -> None:
+        """Add to a count that starts at 0."""
+        self.values[name] = self.values.get(name, 0.0) + number
+
+    def add_losses(self, losses: Mapping[str, float], norms: Mapping[str, float]) -> None:
+        """The losses of one optimizer step, by term, and its gradient norms before clipping."""
         for name, value in losses.items():
             self._losses[f"loss/{name}"].append(value)
         self._losses["loss"].append(sum(losses.values()))
-        self._losses["grad_norm"].append(grad_norm)
+        for name, value in norms.items():
+            self._losses[name].append(value)
 
     def observe_policy(self, outputs: PolicyOutputs, rollouts: Rollouts) -> None:
         """How far the online policy is from the one that sampled, and how undecided it is.
@@ -84,6 +89,7 @@ class StepStatistics:
             {
                 "kl": (masked_sum(difference.expm1() - difference, mask), count),
                 "entropy": (masked_sum(outputs.entropy.detach(), mask), count),
+                "ratio_mean": (masked_sum(difference.exp(), mask), count),
             }
         )
         self.add_maxima({"ratio_max": difference.exp().max()})
@@ -98,15 +104,15 @@ class StepStatistics:
             return None
         return float(self._sums[name] / self._counts[name].clamp(min=1))
 
-    def begin_epoch(self) -> None:
-        """Remember where the means stand, for `epoch_mean`."""
-        self._epoch_start = (dict(self._sums), dict(self._counts))
+    def mark(self, stage: str) -> None:
+        """Remember where the means stand, for `mean_since`."""
+        self._marks[stage] = (dict(self._sums), dict(self._counts))
 
-    def epoch_mean(self, name: str) -> float | None:
-        """As `mean`, over what was reported since `begin_epoch`."""
+    def mean_since(self, stage: str, name: str) -> float | None:
+        """As `mean`, over what was reported since `mark(stage)`."""
         if name not in self._sums:
             return None
-        sums, counts = self._epoch_start
+        sums, counts = self._marks[stage]
         count = self._counts[name] - counts.get(name, 0)
         return float((self._sums[name] - sums.get(name, 0)) / count.clamp(min=1))
 

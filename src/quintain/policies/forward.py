@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from quintain.kl.estimators import exact_kl
 from quintain.policies.layout import Layout, best_pack_size, lay_out
+from quintain.policies.value_head import SharedValueHead
 from quintain.types import PolicyOutputs, Rollouts
 
 ENTROPY_CHUNK_TOKENS = 256
@@ -42,6 +43,8 @@ class ActorCritic(nn.Module):
         linear = sum(value.numel() for name, value in base.named_parameters() if "embed" not in name)
         self._token_cost = 2.0 * linear
         self._pair_cost = 4.0 * config.hidden_size * config.num_hidden_layers
+        self.backbone_passes = 1 if value_model is None or isinstance(value_model, SharedValueHead) else 2
+        """Backbones whose activations an update holds: the policy's, and a critic's that is not a head on them."""
         self.shares_prompts = can_share_prompts(self, config.vocab_size)
 
     def forward(

@@ -20,7 +20,8 @@ class Policies:
         module: the language model and, where there is one, its value model.
         slots: which of "ref", "old" and "target" exist.
         temperature: sampling temperature, applied to every policy alike; > 0.
-        micro_batch_tokens: padded tokens one forward pass may hold.
+        micro_batch_tokens: padded tokens whose activations may be held at once. A critic that runs the backbone a
+            second time leaves half of them for each.
         target_update: moves the target; needed when "target" is among the slots.
         exact_kl_to: the slot to which the exact KL is measured, or None: always when the sampling policy is recorded,
             and in every online pass if `exact_kl_in_loss`.
@@ -44,7 +45,8 @@ class Policies:
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.module, self.autocast = module, autocast
-        self.temperature, self.micro_batch_tokens = temperature, micro_batch_tokens
+        self.temperature = temperature
+        self.micro_batch_tokens = max(1, micro_batch_tokens // module.backbone_passes)
         self.target_update, self.exact_kl_to, self.exact_kl_in_loss = target_update, exact_kl_to, exact_kl_in_loss
         self.entropy_gradient, self.target_values = entropy_gradient, target_values
         self.parameters: dict[str, nn.Parameter] = {

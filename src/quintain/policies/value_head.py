@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from quintain.errors import ConfigError
 from quintain.policies.layout import Layout
+from quintain.policies.loading import merged
 
 
 class SharedValueHead(nn.Module):
@@ -22,8 +25,7 @@ class SharedValueHead(nn.Module):
 
     def __init__(self, hidden_size: int, *, detach: bool = False) -> None:
         super().__init__()
-        self.score = nn.Linear(hidden_size, 1, bias=False)
-        nn.init.zeros_(self.score.weight)
+        self.score = _zero_score(hidden_size)
         self.detach = detach
 
     def forward(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, " valid"]:
@@ -59,6 +61,71 @@ class SeparateValueModel(nn.Module):
         return layout.gather(self.classifier.base_model(**layout.inputs, use_cache=False).last_hidden_state)  # type: ignore[operator]
 
 
+class AdapterValueModel(nn.Module):
+    """A critic for a policy with an adapter: an adapter of its own on the same frozen backbone, and a head of zeros.
+
+    The backbone belongs to the policy and exists once. Where the policy has trainable weights in it, the critic has its
+    own, started from the policy's and put in their place for the length of its forward pass.
+
+    Args:
+        language_model: a PEFT-wrapped causal language model.
+    Raises:
+        ConfigError: no weight of the backbone is trainable.
+    """
+
+    def __init__(self, language_model: Any) -> None:
+        super().__init__()
+        backbone = language_model.get_base_model().base_model
+        theirs = {name: value for name, value in backbone.named_parameters() if value.requires_grad}
+        if not theirs:
+            raise ConfigError(
+                "value_model='separate' beside an adapter needs an adapter inside the backbone, and this one trains "
+                "nothing there. Widen its target_modules, or use value_model='shared'."
+            )
+        self._backbone = (backbone,)  # in a tuple: registered here too, its weights would count twice
+        self._places = [(backbone.get_submodule(path), last) for path, _, last in (n.rpartition(".") for n in theirs)]
+        self.adapter = nn.ParameterDict(
+            {name.replace(".", "/"): nn.Parameter(value.detach().clone()) for name, value in theirs.items()}
+        )
+        self.score = _zero_score(backbone.config.get_text_config().hidden_size)
+        self._in_place = False
+
+    def forward(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, " valid"]:
+        """Value of the state before each valid completion token is drawn; `hidden`, the policy's, is not read."""
+        states = self.states(layout, hidden)
+        return self.score(states.to(self.score.weight.dtype)).squeeze(-1)
+
+    def states(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, "valid width"]:
+        """What a value is read from: the backbone's hidden states under the critic's adapter."""
+        with self.in_place():
+            return layout.gather(self._backbone[0](**layout.inputs, use_cache=False).last_hidden_state)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the backbone compute with the critic's adapter; gradients reach the critic's and not the policy's."""
+        policys = [module._parameters[name] for module, name in self._places]
+        self._install(list(self.adapter.values()), True)
+        try:
+            yield
+        finally:
+            self._install(policys, False)
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For gradient checkpointing: a layer is recomputed with the adapter that it was first computed with."""
+        return nullcontext(), self.in_place() if self._in_place else nullcontext()
+
+    def _install(self, parameters: list[Any], ours: bool) -> None:
+        for (module, name), parameter in zip(self._places, parameters):
+            module._parameters[name] = parameter
+        self._in_place = ours
+
+
+def _zero_score(hidden_size: int) -> nn.Linear:
+    score = nn.Linear(hidden_size, 1, bias=False)
+    nn.init.zeros_(score.weight)
+    return score
+
+
 def classifier_from(language_model: Any) -> Any:
     """A sequence-classification model with one label, a copy of the language model's backbone, and a head of zeros."""
     from transformers import AutoModelForSequenceClassification
@@ -74,11 +141,13 @@ def classifier_from(language_model: Any) -> Any:
 def as_classifier(language_model: Any, value_model: nn.Module) -> nn.Module:
     """The critic as a sequence-classification model that `save_pretrained` can write and anyone can load.
 
-    A shared head is joined to a copy of the policy's backbone, since its values mean nothing without it.
+    A critic on the policy's backbone is joined to a copy of it, since its values mean nothing without: a shared head to
+    the policy's weights, an adapter merged into the frozen ones.
     """
     if isinstance(value_model, SeparateValueModel):
         return value_model.classifier
-    classifier: nn.Module = classifier_from(language_model)
+    with value_model.in_place() if isinstance(value_model, AdapterValueModel) else nullcontext():
+        classifier: nn.Module = classifier_from(merged(language_model))
     with torch.no_grad():
         classifier.score.weight.copy_(value_model.score.weight)  # type: ignore[union-attr, arg-type, operator]
     return classifier

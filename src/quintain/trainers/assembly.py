@@ -17,10 +17,10 @@ from quintain.data import PromptFormat, PromptSampler, load_dataset_reference
 from quintain.errors import ConfigError
 from quintain.kl.controllers import AdaptiveKLController, FixedKLController
 from quintain.policies.forward import ActorCritic
-from quintain.policies.loading import clear_padding_idx, ensure_pad_token, load_model, load_tokenizer, merged
+from quintain.policies.loading import clear_padding_idx, ensure_pad_token, load_model, load_tokenizer
 from quintain.policies.policies import Policies
 from quintain.policies.slots import TargetUpdate
-from quintain.policies.value_head import SeparateValueModel, SharedValueHead, classifier_from
+from quintain.policies.value_head import AdapterValueModel, SeparateValueModel, SharedValueHead, classifier_from
 from quintain.rewards import RewardPipeline
 from quintain.rollout.engine import make_engine, resolve_stop_token_ids, validate_sampling
 from quintain.trainers.optim import build_optimization
@@ -82,11 +82,12 @@ class Assembly:
         self.eval_prompts = self._sampler(eval_dataset, shuffle=False)
         self.max_steps = self._max_steps(self.prompts)
 
-        loaded = self._load_model(model)
-        self._start_value_model(
-            value_model if value_model is not None else getattr(config, "value_model", None), loaded
+        self.model = self._wrap_peft(self._load_model(model), peft_config)
+        self.value_model = self._start_value_model(
+            value_model if value_model is not None else getattr(config, "value_model", None)
         )
-        self.model = self._wrap_peft(loaded, peft_config)
+        if config.gradient_checkpointing:
+            self._checkpoint_activations()
         self.policies = self._policies(trainer, ref_model)
         self.optimizer = build_optimization(
             config, self.policies.parameters, max_steps=self.max_steps, given=optimizers
@@ -179,23 +180,21 @@ class Assembly:
                 "an adapter of virtual prompt tokens cannot be trained here: they would shift the positions at which "
                 "log-probabilities are read. Use an adapter of the weights, such as LoraConfig."
             )
-        if self.config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            if peft_config is not None:
-                model.enable_input_require_grads()
         return model
 
-    def _start_value_model(self, choice: Any, policy: Any) -> None:
-        self.value_model: nn.Module | None = None
+    def _start_value_model(self, choice: Any) -> nn.Module | None:
         if choice is None:
-            return
-        if choice == "shared":
-            self.value_model = SharedValueHead(policy.config.get_text_config().hidden_size)
-            return
+            return None
+        policy = self.model
+        if isinstance(choice, str) and choice == "shared":
+            hidden_size = policy.config.get_text_config().hidden_size
+            return SharedValueHead(hidden_size, detach=self.config.detach_value_head)  # type: ignore[attr-defined]
+        if isinstance(choice, str) and choice == "separate" and hasattr(policy, "get_base_model"):
+            return AdapterValueModel(policy)
         with _seeded(self.generators["init"]):
             classifier = (
-                classifier_from(merged(policy))
-                if choice == "separate"
+                classifier_from(policy)
+                if isinstance(choice, str) and choice == "separate"
                 else load_model(
                     choice,
                     model_init_kwargs=None if isinstance(choice, nn.Module) else self.config.model_init_kwargs,
@@ -204,7 +203,18 @@ class Assembly:
                 )
             )
         _require_same_vocabulary(classifier, policy)
-        self.value_model = SeparateValueModel(clear_padding_idx(classifier))
+        return SeparateValueModel(clear_padding_idx(classifier))
+
+    def _checkpoint_activations(self) -> None:
+        """Activations are recomputed in the backward pass, by the weights that computed them first."""
+        options: dict[str, Any] = {"use_reentrant": False}
+        if isinstance(self.value_model, AdapterValueModel):
+            options["context_fn"] = self.value_model.checkpoint_contexts
+        if isinstance(self.value_model, SeparateValueModel):
+            self.value_model.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(options))  # type: ignore[operator]
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        if hasattr(self.model, "get_base_model"):
+            self.model.enable_input_require_grads()
 
     def _policies(self, trainer: OnlineRLTrainer, ref_model: Any) -> Policies:
         config = self.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from quintain.checkpoints.state import Stateful
 from quintain.configs.shared import OnlineRLConfig
 from quintain.errors import ConfigError, RolloutError
 from quintain.kl.estimators import ESTIMATORS
@@ -21,6 +23,8 @@ from quintain.trainers.first_update import FirstUpdateCheck, coarsest_precision
 from quintain.trainers.manual import ManualLoop
 from quintain.trainers.run import Run
 from quintain.types import LossOutput, LossTerm, PolicyOutputs, Prompts, Rollouts, SamplingParams, Unit
+
+_log = logging.getLogger(__name__)
 
 
 class OnlineRLTrainer(ManualLoop):
@@ -133,18 +137,19 @@ class OnlineRLTrainer(ManualLoop):
         """One optimizer step: losses are sums over micro-batches, divided here by the mini-batch's counts."""
         counts = {unit: self.sum_over_processes(minibatch.count(unit)) for unit in ("token", "sequence", "group")}
         losses: dict[str, float] = {}
-        for micro in minibatch.split(self.config.micro_batch_tokens, self.unit):
+        statistics.mark("minibatch")
+        for micro in minibatch.split(self.policies.micro_batch_tokens, self.unit):
             outputs = self.policies.online(micro)
             micro = self.with_old_logprobs(micro, outputs)
             statistics.add_means(self.first_update.observe(outputs, micro))
             loss = checked_loss(self.loss(outputs, micro), self)
-            terms = {**loss.terms, **self.regularisers(outputs, micro)}
+            terms = {**loss.terms, **self.regularisers(outputs, micro, statistics)}
             means = {name: term.total / max(counts[term.unit], 1) for name, term in terms.items()}
             self.accelerator.backward(torch.stack(list(means.values())).sum())
             losses = {name: losses.get(name, 0.0) + float(mean.detach()) for name, mean in means.items()}
             statistics.observe_policy(outputs, micro)
             statistics.add(loss)
-        statistics.add_losses(losses, grad_norm=self.optimizer.step())
+        statistics.add_losses(losses, self.optimizer.step(leave_out=self.ran_away(statistics)))
         self.first_update.disarm()
         self.maybe_update_target()
 
@@ -183,6 +188,11 @@ class OnlineRLTrainer(ManualLoop):
         if self.config.kl_weight > 0:
             slots.add(self.config.reference_slot)
         return slots
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """What of this algorithm's own decides the run's future, by name: saved in every checkpoint, and restored."""
+        return {}
 
     @property
     def reads_old_logprobs(self) -> bool:
@@ -252,27 +262,58 @@ class OnlineRLTrainer(ManualLoop):
         self.first_update.arm(on_policy=rollouts.on_policy)
         limit = self.config.stop_kl
         for epoch in range(self.config.num_epochs):
-            if epoch and limit and self.mean_over_processes(statistics.epoch_mean("kl") or 0.0) > limit:
+            if epoch and limit and self.mean_over_processes(statistics.mean_since("epoch", "kl") or 0.0) > limit:
                 statistics.set(epochs_skipped=self.config.num_epochs - epoch)
                 return
-            statistics.begin_epoch()
+            statistics.mark("epoch")
             yield from rollouts.minibatches(self.config.num_mini_batches, self.unit, self.generators["minibatch"])
 
-    def regularisers(self, outputs: PolicyOutputs, rollouts: Rollouts) -> dict[str, LossTerm]:
+    def ran_away(self, statistics: StepStatistics) -> bool:
+        """Whether the mini-batch just computed is so far from the sampling policy that its update must be left out."""
+        threshold = self.config.ratio_threshold
+        if threshold is None:
+            return False
+        ratio = self.mean_over_processes(statistics.mean_since("minibatch", "ratio_mean") or 0.0)
+        statistics.count("updates_skipped", float(ratio > threshold))
+        if ratio > threshold:
+            _log.warning(
+                "step %d: an update was left out, because its mean probability ratio is %.3g (ratio_threshold %g). "
+                "The policy has run away from the one that sampled: lower learning_rate or num_epochs if this recurs.",
+                self.run.step + 1,
+                ratio,
+                threshold,
+            )
+        return ratio > threshold
+
+    def regularisers(
+        self, outputs: PolicyOutputs, rollouts: Rollouts, statistics: StepStatistics
+    ) -> dict[str, LossTerm]:
         """Terms any algorithm may have: KL to the reference policy, and an entropy bonus."""
         terms = {}
         if self.kl_loss_coef > 0:
-            kl = self.kl_to_reference(outputs, rollouts)
+            kl, mask = self.kl_to_reference(outputs, rollouts), rollouts.loss_mask
             terms["kl"] = self.weighted(self.kl_loss_coef, self.aggregate(kl, rollouts))
+            statistics.add_means({f"loss_kl/{self.kl_loss_estimator}": (masked_sum(kl, mask), mask.sum())})
         if self.config.entropy_coef:
             terms["entropy"] = self.weighted(-self.config.entropy_coef, self.aggregate(outputs.entropy, rollouts))
         return terms
 
+    @property
+    def kl_loss_estimator(self) -> str:
+        """Which estimate of KL a loss uses."""
+        return self.config.kl_estimator
+
     def kl_to_reference(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
-        """Per-token KL of the online policy to the reference slot, by `kl_estimator`; 0 outside the mask."""
+        """Per-token KL of the online policy to the reference slot, for the loss; 0 outside the mask."""
         if outputs.exact_kl is not None:
             return outputs.exact_kl
-        return ESTIMATORS[self.config.kl_estimator](outputs.logprobs - self.reference_logprobs(rollouts))
+        return ESTIMATORS[self.kl_loss_estimator](outputs.logprobs - self.reference_logprobs(rollouts))
+
+    def kl_in_rewards(self, rollouts: Rollouts) -> Tensor:
+        """Per-token KL of the sampling policy to the reference slot, for rewards; 0 outside the mask."""
+        if rollouts.reference_kl is not None:
+            return rollouts.reference_kl
+        return ESTIMATORS[self.config.kl_estimator](rollouts.old_logprobs - self.reference_logprobs(rollouts))
 
     def reference_logprobs(self, rollouts: Rollouts) -> Tensor:
         """Log-probabilities under the policy that KL is measured against."""
@@ -287,6 +328,12 @@ class OnlineRLTrainer(ManualLoop):
         if self.accelerator.num_processes == 1:
             return count
         return int(self.accelerator.reduce(torch.tensor(count, device=self.accelerator.device)))
+
+    def total_over_processes(self, value: float) -> float:
+        """A sum over all data-parallel processes."""
+        if self.accelerator.num_processes == 1:
+            return value
+        return float(self.accelerator.reduce(torch.tensor(value, dtype=torch.float64, device=self.accelerator.device)))
 
     def mean_over_processes(self, value: float) -> float:
         """The same number in every process, for what all of them must decide alike."""
@@ -305,6 +352,9 @@ class OnlineRLTrainer(ManualLoop):
         statistics.update(rollouts.statistics)
         statistics.update(self.optimizer.learning_rates())
         statistics.set(kl_coef=self.kl_coef)
+        if self.kl_reward_coef > 0:
+            kl, mask = self.kl_in_rewards(rollouts), rollouts.loss_mask
+            statistics.add_means({f"reward_kl/{self.config.kl_estimator}": (masked_sum(kl, mask), mask.sum())})
         statistics.rollouts = rollouts
         self.update_kl_coefficient(rollouts, statistics)
         return statistics
@@ -313,7 +363,7 @@ class OnlineRLTrainer(ManualLoop):
         """Let an adaptive controller see the KL a completion of this step, in nats."""
         name = {"ref": "ref_kl", "target": "target_kl_gap", "old": "kl"}[self.config.reference_slot]
         per_token = statistics.mean(name)
-        if per_token is not None:
+        if per_token is not None and not self.optimizer.policy_stands_still:
             kl = self.mean_over_processes(per_token * float(rollouts.lengths.float().mean()))
             self.kl_controller.update(kl, self.sum_over_processes(len(rollouts)))
 

@@ -31,7 +31,7 @@ def save_value_model(trainer: OnlineRLTrainer, folder: Path) -> None:
     value_model = trainer.policies.module.value_model
     if value_model is None:
         return
-    as_classifier(merged(trainer.model), value_model).save_pretrained(folder)
+    as_classifier(trainer.model, value_model).save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)
 
 

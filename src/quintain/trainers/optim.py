@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from quintain.configs.shared import OnlineRLConfig
 from quintain.errors import ConfigError
@@ -79,9 +79,13 @@ class Optimization:
     """Clip, step, zero; and a schedule that moves once a training step.
 
     Args:
+        parameters: everything that is trained, by name; those of the value model begin with "value_model.".
         optimizers: as `build_optimizers` made them, or one given by the user.
         schedulers: one for each optimizer.
         max_grad_norm: the total gradient norm is scaled down to this; None or 0 leaves it.
+        value_max_grad_norm: the same for the value model's gradient by itself, and max_grad_norm is then for the rest;
+            None clips both together.
+        value_warmup_steps: training steps at the start in which the policy stands still.
     """
 
     def __init__(
@@ -91,25 +95,55 @@ class Optimization:
         schedulers: list[Any],
         *,
         max_grad_norm: float | None,
+        value_max_grad_norm: float | None = None,
+        value_warmup_steps: int = 0,
     ) -> None:
         self.parameters = dict(parameters)
-        self.optimizers, self.schedulers, self.max_grad_norm = optimizers, schedulers, max_grad_norm
+        self.policy = [value for name, value in parameters.items() if not name.startswith("value_model.")]
+        self.value = [value for name, value in parameters.items() if name.startswith("value_model.")]
+        self.optimizers, self.schedulers = optimizers, schedulers
+        self.max_grad_norm, self.value_max_grad_norm = max_grad_norm, value_max_grad_norm
+        self.value_warmup_steps, self.steps = value_warmup_steps, 0
 
-    def step(self) -> float:
-        """Update the parameters from their gradients and return the gradient norm before clipping.
+    @property
+    def policy_stands_still(self) -> bool:
+        """Whether only the value model learns in this training step."""
+        return self.steps < self.value_warmup_steps
 
-        A step whose gradient is not finite changes no weight; the norm returned says so.
+    def step(self, *, leave_out: bool = False) -> dict[str, float]:
+        """Update the parameters from their gradients.
+
+        A step whose gradient is not finite changes no weight; the norms returned say so.
+
+        Args:
+            leave_out: forget the gradients instead.
+        Returns:
+            `grad_norm`, of the whole gradient before clipping, and `value_grad_norm`, of the value model's part.
         """
         self._sum_over_processes()
-        gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-        if bool(torch.isfinite(norm)):
-            if self.max_grad_norm:
-                nn.utils.clip_grads_with_norm_(self.parameters.values(), self.max_grad_norm, norm)
+        if self.policy_stands_still:
+            _zero(self.policy)
+        norms = {"grad_norm": _norm(self.parameters.values())}
+        if self.value:
+            norms["value_grad_norm"] = _norm(self.value)
+        if bool(torch.isfinite(norms["grad_norm"])) and not leave_out:
+            self._clip(norms)
             for optimizer in self.optimizers:
                 optimizer.step()
         self.zero()
-        return float(norm)
+        return {name: float(norm) for name, norm in norms.items()}
+
+    def _clip(self, norms: Mapping[str, Tensor]) -> None:
+        if self.value_max_grad_norm is None:
+            parts = [(list(self.parameters.values()), self.max_grad_norm, norms["grad_norm"])]
+        else:
+            parts = [
+                (self.policy, self.max_grad_norm, _norm(self.policy)),
+                (self.value, self.value_max_grad_norm, norms["value_grad_norm"]),
+            ]
+        for parameters, limit, norm in parts:
+            if limit:
+                nn.utils.clip_grads_with_norm_(parameters, limit, norm)
 
     def _sum_over_processes(self) -> None:
         """Add up the gradients of all data-parallel processes, whatever number of micro-batches each of them had."""
@@ -122,11 +156,11 @@ class Optimization:
 
     def zero(self) -> None:
         """Forget the accumulated gradients."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        _zero(self.parameters.values())
 
     def next_rate(self) -> None:
-        """Advance the schedule by one training step."""
+        """Advance the schedules by one training step."""
+        self.steps += 1
         for scheduler in self.schedulers:
             scheduler.step()
 
@@ -141,6 +175,7 @@ class Optimization:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "steps": self.steps,
             "kinds": self._kinds(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
@@ -152,6 +187,7 @@ class Optimization:
             raise ValueError(
                 f"it holds the state of {', '.join(state['kinds'])}, this run has {', '.join(self._kinds())}"
             )
+        self.steps = int(state["steps"])
         for optimizer, part in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(part)
         for scheduler, part in zip(self.schedulers, state["schedulers"], strict=True):
@@ -161,6 +197,16 @@ class Optimization:
         return [type(optimizer).__name__ for optimizer in self.optimizers]
 
 
+def _norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    gradients = [value.grad for value in parameters if value.grad is not None]
+    return nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+
+
+def _zero(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
 def build_optimization(
     config: OnlineRLConfig,
     parameters: Mapping[str, nn.Parameter],
@@ -168,31 +214,42 @@ def build_optimization(
     max_steps: int,
     given: tuple[Optimizer | None, Any | None] = (None, None),
 ) -> Optimization:
-    """Optimizers and schedules for a run of `max_steps` training steps.
+    """Optimizers and schedules for a run of `max_steps` training steps."""
+    optimizer, scheduler = given
+    optimizers = [optimizer] if optimizer is not None else build_optimizers(config, parameters)
+    _require_value_model(optimizers, parameters)
+    return Optimization(
+        parameters,
+        optimizers,
+        [build_schedule(config, item, max_steps) if scheduler is None else scheduler for item in optimizers],
+        max_grad_norm=config.max_grad_norm,
+        value_max_grad_norm=getattr(config, "value_max_grad_norm", None),
+        value_warmup_steps=getattr(config, "value_warmup_steps", 0),
+    )
+
+
+def build_schedule(config: OnlineRLConfig, optimizer: Optimizer, max_steps: int) -> LambdaLR:
+    """Each parameter group's learning rate over the training steps: `lr_scheduler_type`, after the group's warm-up.
 
     The schedule is read from its first step on: warm-up starts above zero, since a rollout spent at learning rate 0
     would teach nothing, and a decay ends just above zero for the same reason.
     """
     from transformers import get_scheduler
 
-    optimizer, scheduler = given
-    optimizers = [optimizer] if optimizer is not None else build_optimizers(config, parameters)
-    _require_value_model(optimizers, parameters)
-    warmup = config.warmup_steps
-    warmup = round(warmup * max_steps) if 0 < warmup < 1 else int(warmup)
-    schedulers = []
-    for item in optimizers:
-        if scheduler is None:
-            made = get_scheduler(
-                config.lr_scheduler_type, item, num_warmup_steps=warmup, num_training_steps=max_steps + 1
-            )
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch expects an optimizer step first; here the order is meant
-                made.step()
-            schedulers.append(made)
-        else:
-            schedulers.append(scheduler)
-    return Optimization(parameters, optimizers, schedulers, max_grad_norm=config.max_grad_norm)
+    own = getattr(config, "value_lr_warmup_steps", None)
+    warmup = {"policy": config.warmup_steps, "value": config.warmup_steps if own is None else own}
+
+    def share_of_peak(role: str) -> Callable[[int], float]:
+        steps = warmup[role]
+        steps = round(steps * max_steps) if 0 < steps < 1 else int(steps)
+        unit = torch.optim.SGD([torch.zeros(())], lr=1.0)
+        library = get_scheduler(
+            config.lr_scheduler_type, unit, num_warmup_steps=steps, num_training_steps=max_steps + 1
+        )
+        shape: Callable[[int], float] = library.lr_lambdas[0]
+        return lambda step: shape(step + 1)
+
+    return LambdaLR(optimizer, [share_of_peak(group.get("role", "policy")) for group in optimizer.param_groups])
 
 
 def _require_value_model(optimizers: list[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:

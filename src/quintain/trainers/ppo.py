@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from quintain.advantages.gae import gae
+from quintain.advantages.moments import RunningMoments
+from quintain.advantages.token_rewards import at_last_token, per_token_rewards, spread_intermediate
+from quintain.checkpoints.state import Stateful
 from quintain.configs.algorithms import PPOConfig
 from quintain.kl.estimators import ESTIMATORS
 from quintain.masking import masked_whiten, sum_from_mean
@@ -18,15 +21,19 @@ from quintain.objectives.clip import (
     clipped_value_loss,
     probability_ratio,
 )
+from quintain.rewards.compose import clip_totals
 from quintain.trainers.base import OnlineRLTrainer
 from quintain.types import LossOutput, LossTerm, PolicyOutputs, Rollouts
+
+SCALE_FLOOR = 1e-8
+"""Keeps the division by a standard deviation finite where all scores so far are equal (and come out as 0)."""
 
 
 class PPOTrainer(OnlineRLTrainer):
     """Proximal Policy Optimization (Schulman et al. 2017, arXiv:1707.06347) for language models.
 
-    Each stage is a method to override: `generate_rollouts`, `compute_rewards`, `compute_advantages`, `actor_loss`,
-    `critic_loss`.
+    Each stage is a method to override: `generate`, `compute_rewards`, `compute_advantages`, `actor_loss`,
+    `critic_loss`, `train_minibatch`.
 
     Args beyond the base class:
         reward_model: a reward model beside or instead of `reward_funcs`.
@@ -43,6 +50,7 @@ class PPOTrainer(OnlineRLTrainer):
         if reward_model is not None:
             given = [] if reward_funcs is None else reward_funcs
             reward_funcs = [*(given if isinstance(given, list | tuple) else [given]), reward_model]
+        self.score_moments = RunningMoments()
         super().__init__(model, reward_funcs, *args, **kwargs)
 
     @property
@@ -62,35 +70,56 @@ class PPOTrainer(OnlineRLTrainer):
     def reads_old_logprobs(self) -> bool:
         return True
 
-    def kl_to_reference(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
-        """In the loss, k1 gives way to k2: its expected gradient there is zero."""
-        if self.config.kl_estimator != "k1":
-            return super().kl_to_reference(outputs, rollouts)
-        return ESTIMATORS["k2"](outputs.logprobs - self.reference_logprobs(rollouts))
+    @property
+    def kl_loss_estimator(self) -> str:
+        """In a loss, k1 gives way to k2: its expected gradient there is zero."""
+        return "k2" if self.config.kl_estimator == "k1" else self.config.kl_estimator
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        return {"score_moments": self.score_moments} if self.config.scale_rewards == "running" else {}
 
     def estimate(self, rollouts: Rollouts) -> Rollouts:
         """Scores become per-token rewards, and these become advantages and returns."""
         mask = rollouts.loss_mask
+        scores, token_rewards, statistics = self.scale_scores(rollouts)
         slot_logprobs = getattr(rollouts, f"{self.config.reference_slot}_logprobs")
         # An override with the usual four parameters must work; only the exact estimator has more to tell.
         exact = {} if rollouts.reference_kl is None else {"kl": rollouts.reference_kl}
-        rewards, _ = self.compute_rewards(
-            rollouts.rewards,
+        returned = self.compute_rewards(
+            scores,
             rollouts.old_logprobs,
             rollouts.old_logprobs if slot_logprobs is None else slot_logprobs,
             masks=mask,
             **exact,
         )
-        if rollouts.token_rewards is not None:
-            rewards = self.spread_intermediate(rewards, rollouts)
+        rewards = per_token_rewards(returned, mask)
+        if token_rewards is not None:
+            rewards = spread_intermediate(rewards, token_rewards, mask)
         if self.config.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False)
         advantages, returns = self.compute_advantages(rollouts.values, rewards, mask)
-        return rollouts.replace(
-            advantages=advantages,
-            returns=returns,
-            statistics={"explained_variance": explained_variance(rollouts.values, returns, mask)},
-        )
+        statistics["explained_variance"] = explained_variance(rollouts.values, returns, mask)
+        return rollouts.replace(advantages=advantages, returns=returns, statistics=statistics)
+
+    def scale_scores(self, rollouts: Rollouts) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+        """Scores `[batch]` by `scale_rewards` and `score_clip`, intermediate rewards by the same scale, and statistics.
+
+        Intermediate rewards are divided as their total is; what the total is shifted by falls on the last token.
+        """
+        scores, parts, statistics = rollouts.rewards, rollouts.token_rewards, {}
+        if self.config.scale_rewards != "none":
+            moments = self.score_moments if self.config.scale_rewards == "running" else RunningMoments()
+            moments.update(scores[rollouts.scored], self.total_over_processes)
+            scale = 1.0 / (moments.std + SCALE_FLOOR)
+            scores = torch.where(rollouts.scored, (scores - moments.mean) * scale, 0.0)
+            parts = None if parts is None else parts * scale
+            statistics = {"score_mean": moments.mean, "score_std": moments.std}
+        if self.config.score_clip is not None:
+            clipped, factor = clip_totals(scores, (-self.config.score_clip, self.config.score_clip))
+            statistics["score_clipped_fraction"] = float((clipped != scores).double().mean())
+            scores, parts = clipped, None if parts is None else parts * factor[:, None]
+        return scores, parts, statistics
 
     def compute_rewards(
         self,
@@ -174,16 +203,3 @@ class PPOTrainer(OnlineRLTrainer):
     def token_sum(losses: Tensor, mask: Tensor) -> LossTerm:
         """A hook's result as a sum over tokens, whether it returned each token's loss or their mean."""
         return LossTerm(sum_from_mean(losses, mask) if losses.ndim == 0 else losses.sum(), "token")
-
-    @staticmethod
-    def spread_intermediate(rewards: Tensor, rollouts: Rollouts) -> Tensor:
-        """Move intermediate rewards from the last token, where their sum stood, to the tokens that earned them."""
-        dense = torch.where(rollouts.loss_mask, rollouts.token_rewards, 0.0)
-        return rewards + dense - at_last_token(dense.sum(dim=1), rollouts.loss_mask)
-
-
-def at_last_token(scores: Tensor, mask: Tensor) -> Tensor:
-    """`[batch, completion]` holding each score at its row's last valid token, and 0 elsewhere."""
-    position = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, position, -1).max(dim=1).values
-    return torch.where((position == last[:, None]) & mask, scores[:, None], 0.0)

@@ -6,7 +6,6 @@ from typing import Any
 
 from quintain.advantages.group import leave_one_out
 from quintain.configs.algorithms import RLOOConfig
-from quintain.kl.estimators import ESTIMATORS
 from quintain.masking import masked_row_sum, masked_sum, masked_whiten
 from quintain.objectives.clip import clipped_surrogate_from_ratio, clipped_tokens, summed_sequence_ratio
 from quintain.trainers.base import OnlineRLTrainer
@@ -32,11 +31,8 @@ class RLOOTrainer(OnlineRLTrainer):
         """Reward less KL over the completion, less the same of the group's other completions on average."""
         rewards = rollouts.rewards
         if self.kl_reward_coef > 0:
-            kl = rollouts.reference_kl
-            if kl is None:
-                log_ratio = rollouts.old_logprobs - self.reference_logprobs(rollouts)
-                kl = ESTIMATORS[self.config.kl_estimator](log_ratio)
-            rewards = rewards - self.kl_reward_coef * masked_row_sum(kl, rollouts.completion_mask)
+            kl = masked_row_sum(self.kl_in_rewards(rollouts), rollouts.completion_mask)
+            rewards = rewards - self.kl_reward_coef * kl
         advantages = leave_one_out(rewards, rollouts.group_ids, rollouts.scored)
         if self.config.normalize_advantages:
             advantages = masked_whiten(advantages, rollouts.scored)

@@ -94,6 +94,7 @@ class Run:
             "generators": trainer.generators,
             "doctor": self.doctor,
             "counter": self.counter,
+            **trainer.parts,
         }
         return {name: part for name, part in parts.items() if part is not None}
 
