@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -83,7 +83,7 @@ class AdapterValueModel(nn.Module):
                 "nothing there. Widen its target_modules, or use value_model='shared'."
             )
         self._backbone = (backbone,)  # in a tuple: registered here too, its weights would count twice
-        self._places = [(backbone.get_submodule(path), last) for path, _, last in (n.rpartition(".") for n in theirs)]
+        self._places = {name.replace(".", "/"): _place(backbone, name) for name in theirs}
         self.adapter = nn.ParameterDict(
             {name.replace(".", "/"): nn.Parameter(value.detach().clone()) for name, value in theirs.items()}
         )
@@ -103,8 +103,8 @@ class AdapterValueModel(nn.Module):
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the backbone compute with the critic's adapter; gradients reach the critic's and not the policy's."""
-        policys = [module._parameters[name] for module, name in self._places]
-        self._install(list(self.adapter.values()), True)
+        policys = {key: module._parameters[name] for key, (module, name) in self._places.items()}
+        self._install(self.adapter, True)
         try:
             yield
         finally:
@@ -114,10 +114,15 @@ class AdapterValueModel(nn.Module):
         """For gradient checkpointing: a layer is recomputed with the adapter that it was first computed with."""
         return nullcontext(), self.in_place() if self._in_place else nullcontext()
 
-    def _install(self, parameters: list[Any], ours: bool) -> None:
-        for (module, name), parameter in zip(self._places, parameters):
-            module._parameters[name] = parameter
+    def _install(self, parameters: Mapping[str, Any], ours: bool) -> None:
+        for key, (module, name) in self._places.items():
+            module._parameters[name] = parameters[key]
         self._in_place = ours
+
+
+def _place(module: nn.Module, parameter_name: str) -> tuple[nn.Module, str]:
+    path, _, name = parameter_name.rpartition(".")
+    return module.get_submodule(path), name
 
 
 def _zero_score(hidden_size: int) -> nn.Linear:
