@@ -177,3 +177,16 @@ def test_a_resolved_config_holds_our_names_only():
     assert settings["num_generations"] == 4 and settings["prompts_per_step"] == 2
     assert not {"rloo_k", "kl_coef", "notes", "per_device_train_batch_size"} & set(settings)
     assert RLOOConfig(**settings).to_dict() == settings
+
+
+def test_names_of_trls_first_ppo_are_understood():
+    """S38: adaptive control, the estimator of KL and the scaling of scores were switches of other names."""
+    config = PPOConfig(
+        adap_kl_ctrl=True, target=6.0, horizon=500, init_kl_coef=0.2, kl_penalty="full", use_score_scaling=True
+    )
+    assert (config.kl_control, config.target_kl, config.kl_horizon, config.kl_coef) == ("adaptive", 6.0, 500, 0.2)
+    assert (config.kl_estimator, config.scale_rewards) == ("exact", "running")
+    assert any("use_score_scaling was mapped to scale_rewards='running'" in note for note in config.notes)
+    assert config.to_dict().keys().isdisjoint({"adap_kl_ctrl", "kl_penalty", "use_score_scaling"})
+    with pytest.raises(ConfigError, match=r"kl_penalty \(from TRL\) must be one of 'kl', 'mse', 'full': got 'abs'"):
+        PPOConfig(kl_penalty="abs")

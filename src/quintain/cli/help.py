@@ -29,7 +29,7 @@ def train_help(recipe: str | None, overrides: Mapping[str, Any]) -> str:
     config_class = OnlineRLConfig if algorithm is None else find_config_class(str(algorithm))
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(prog="quintain train", usage=_USAGE, description=_DESCRIPTION, add_help=False)
-    hidden = {item.name for item in fields(TRLNames)} | set(config_class.trl_renamed)
+    hidden = {item.name for item in fields(TRLNames)} | {*config_class.trl_renamed, *config_class.trl_valued}
     parser.add_class_arguments(config_class, as_group=True, skip=hidden)
     more = "For one algorithm's own settings: quintain train RECIPE --help, or --algorithm NAME --help.\n"
     flags = (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quintain.configs.load import Recipe, load_recipe, parse_arguments, read_recipe, recipe_from_dict
 from quintain.configs.runfolder import config_of_run, remove_run
+from quintain.configs.shared import OnlineRLConfig
 from quintain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,9 +122,21 @@ def summary(recipe: Recipe, resume: Path | None = None) -> str:
         f"  rewards: {reward_names(recipe.rewards)}",
         f"  updates: {length}, {config.num_epochs * config.num_mini_batches} optimizer steps for each, "
         f"learning rate {config.learning_rate:g}",
+        *kl_line(config),
         f"  run:     {config.output_dir}, seed {config.seed}",
     ]
     return "\n".join(lines + [f"note: {note}" for note in recipe.notes])
+
+
+def kl_line(config: OnlineRLConfig) -> list[str]:
+    """How KL is weighed, estimated and steered, where it plays a part."""
+    weights = [f"{name} {value:g}" for name in config.kl_weights if (value := getattr(config, name)) > 0]
+    if not weights:
+        return []
+    slot = {"ref": "the model training starts from", "old": "the sampling policy", "target": "the target policy"}
+    steered = f", adaptive to {config.target_kl:g} nats a completion" if config.kl_control == "adaptive" else ""
+    estimator = f"estimated by {config.kl_estimator}"
+    return [f"  KL:      {', '.join(weights)}{steered}; {estimator}, to {slot[config.reference_slot]}"]
 
 
 def reward_names(rewards: Any) -> str:

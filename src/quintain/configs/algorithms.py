@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from quintain.configs.rules import Number, OneOf, Rule
 from quintain.configs.shared import OnlineRLConfig
@@ -75,6 +75,14 @@ class PPOConfig(OnlineRLConfig):
     """From TRL: kl_horizon."""
     target: float | None = None
     """From TRL: target_kl."""
+    adap_kl_ctrl: bool | None = None
+    """From TRL: kl_control."""
+    kl_penalty: str | None = None
+    """From TRL: kl_estimator."""
+    use_score_scaling: bool | None = None
+    """From TRL: scale_rewards."""
+    use_score_norm: bool | None = None
+    """From TRL: scale_rewards."""
 
     kl_weights: ClassVar[tuple[str, ...]] = ("kl_coef", "kl_in_loss")
     reward_scales: ClassVar[tuple[str, ...]] = ("none", "batch", "running")
@@ -83,6 +91,12 @@ class PPOConfig(OnlineRLConfig):
         "init_kl_coef": "kl_coef",
         "horizon": "kl_horizon",
         "target": "target_kl",
+    }
+    trl_valued: ClassVar[dict[str, dict[Any, tuple[str, Any] | None]]] = {
+        "adap_kl_ctrl": {True: ("kl_control", "adaptive"), False: ("kl_control", "fixed")},
+        "kl_penalty": {"kl": ("kl_estimator", "k1"), "mse": ("kl_estimator", "k2"), "full": ("kl_estimator", "exact")},
+        "use_score_scaling": {True: ("scale_rewards", "running"), False: None},
+        "use_score_norm": {True: ("scale_rewards", "running"), False: None},
     }
     rules: ClassVar[dict[str, Rule]] = {
         **OnlineRLConfig.rules,
@@ -108,6 +122,8 @@ class PPOConfig(OnlineRLConfig):
                 "target_values=True takes values from a target policy, and use_target_policy=False. Set "
                 "use_target_policy=True."
             )
+        if self.kl_in_loss > 0 and self.kl_estimator == "k1":
+            self.notes.append("kl_in_loss is estimated by k2, since k1 in a loss has an expected gradient of zero.")
         if self.detach_value_head and self.value_model != "shared":
             raise ConfigError(
                 f"detach_value_head=True concerns a head on the policy's own backbone, and value_model="

@@ -104,6 +104,9 @@ class OnlineRLConfig(
     """Values of scale_rewards that the algorithm has a meaning for."""
     trl_renamed: ClassVar[dict[str, str]] = {}
     """TRL names of this algorithm's own fields, to ours."""
+    trl_valued: ClassVar[dict[str, dict[Any, tuple[str, Any] | None]]] = {}
+    """TRL names whose values are other values of a field of ours: name, to value, to field and value, or to None for a
+    value that asks for nothing."""
 
     greater_is_better: ClassVar[bool] = True
     """`metric_for_best_model` is better when it is higher; callbacks of transformers read this."""
@@ -114,7 +117,7 @@ class OnlineRLConfig(
     def __post_init__(self) -> None:
         check_declaration(type(self), SHARED_RULES)
         self._normalise()
-        self.notes = map_trl_names(self, self.trl_renamed)
+        self.notes = map_trl_names(self, self.trl_renamed, self.trl_valued)
         for item in fields(self):
             rule = self.rules.get(item.name) or rule_for(item.type)
             if rule is not None:
@@ -147,7 +150,7 @@ class OnlineRLConfig(
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting by name, without the TRL names (which are None by now) and the notes."""
-        mapped = {item.name for item in fields(TRLNames)} | {"notes"} | set(self.trl_renamed)
+        mapped = {item.name for item in fields(TRLNames)} | {"notes"} | {*self.trl_renamed, *self.trl_valued}
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in mapped}
 
     def _normalise(self) -> None:

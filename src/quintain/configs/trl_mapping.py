@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -18,12 +19,15 @@ _ALWAYS = {
 _OFF: tuple[Any, ...] = (None, False, 0, "", {}, [], "no")
 
 
-def map_trl_names(config: Any, renamed: dict[str, str]) -> list[str]:
+def map_trl_names(
+    config: Any, renamed: dict[str, str], valued: Mapping[str, Mapping[Any, tuple[str, Any] | None]]
+) -> list[str]:
     """Move every TRL option of `config` to our field, clear it, and return notes saying what became of each.
 
     Args:
         config: a config under construction; changed in place.
         renamed: TRL names that only this config's class takes, to our names.
+        valued: TRL names that only this config's class takes, and what each of their values amounts to here.
     Raises:
         ConfigError: an option contradicts our own field, or cannot be honoured.
     """
@@ -37,12 +41,20 @@ def map_trl_names(config: Any, renamed: dict[str, str]) -> list[str]:
             notes.append(f"{name} has no effect: {reason}.")
     for name, ours in {**RENAMED, **renamed}.items():
         _take(config, name, ours, getattr(config, name), notes)
+    for name, meanings in valued.items():
+        value = getattr(config, name)
+        if value is not None and value not in meanings:
+            known = ", ".join(map(repr, meanings))
+            raise ConfigError(f"{name} (from TRL) must be one of {known}: got {value!r}.")
+        meaning = None if value is None else meanings[value]
+        if meaning is not None:
+            _take(config, name, *meaning, notes)
     _map_single_values(config, notes)
     _map_reference_sync(config, notes)
     _map_batch(config, notes)
     for item in fields(TRLNames):
         setattr(config, item.name, None)
-    for name in renamed:
+    for name in (*renamed, *valued):
         setattr(config, name, None)
     return notes
 

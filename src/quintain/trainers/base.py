@@ -68,6 +68,11 @@ class OnlineRLTrainer(ManualLoop):
         ref_model: Any = None,
         value_model: Any = None,
     ) -> None:
+        if isinstance(model, OnlineRLConfig):
+            raise ConfigError(
+                f"{type(self).__name__} takes its arguments in the order model, reward_funcs, args: got a "
+                f"{type(model).__name__} as model. Pass it by name: args=..."
+            )
         self.args = self.config = self.config_class() if args is None else args
         if not isinstance(self.config, self.config_class):
             raise ConfigError(
