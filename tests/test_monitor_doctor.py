@@ -13,6 +13,7 @@ import yaml
 
 from quintain.errors import DataError
 from quintain.monitor.health import Doctor, Finding, examine_run
+from quintain.monitor.history import History
 from quintain.monitor.rules import RULES
 from quintain.monitor.runs import read_metrics
 
@@ -33,6 +34,7 @@ PPO = {key: value for key, value in GRPO.items() if key != "epsilon"} | {
     "num_generations": 1,
     "num_epochs": 4,
 }
+HEAD_START = {**PPO, "value_warmup_steps": 60}
 QUICKSTART = {
     "algorithm": "tpo",
     "group_logits": "logratio",
@@ -50,6 +52,8 @@ def healthy_run(seed: int, settings: dict, *, solved: bool = False, sparse: bool
 
     `solved`: a task with one right answer, where reward ends at 1, entropy at 0 and every group is tied.
     `sparse`: rewards are nearly all 0 at first.
+
+    During `value_warmup_steps` the policy stands still, and the critic explains four fifths of the returns' variance.
     """
     draw = random.Random(seed)
 
@@ -57,10 +61,12 @@ def healthy_run(seed: int, settings: dict, *, solved: bool = False, sparse: bool
         return max(value * math.exp(draw.gauss(0.0, spread)), 0.0)
 
     reused = settings["num_epochs"] * settings["num_mini_batches"] > 1
-    steps, rows = settings["max_steps"], []
+    head_start = settings.get("value_warmup_steps", 0)
+    steps, rows = settings["max_steps"] - head_start, []
     start, end = (0.01, 0.5) if sparse else (0.2, 1.0 if solved else 0.7)
-    for step in range(steps):
-        progress = 1 / (1 + math.exp(-12 * (step / steps - (0.45 if sparse else 0.3))))
+    for step in range(head_start + steps):
+        moves = step >= head_start
+        progress = 1 / (1 + math.exp(-12 * (max(step - head_start, 0) / steps - (0.45 if sparse else 0.3))))
         mean = start + (end - start) * progress
         spread = math.sqrt(max(mean * (1 - mean), 1e-4))
         row = {
@@ -69,12 +75,12 @@ def healthy_run(seed: int, settings: dict, *, solved: bool = False, sparse: bool
             "reward_std": noisy(spread, 0.2),
             "frac_reward_zero_std": 1.0 if solved and progress > 0.99 else min(0.9 - 0.5 * spread, 1.0) * draw.random(),
             "unscored_fraction": 0.0,
-            "kl": noisy(0.01, 0.7) if reused else 0.0,
-            "ref_kl": noisy(0.6 * progress, 0.3),
-            "target_kl_gap": noisy(0.002, 1.0) if step else 0.0,
+            "kl": noisy(0.01, 0.7) if reused and moves else 0.0,
+            "ref_kl": noisy(0.6 * progress, 0.3) if moves else 0.0,
+            "target_kl_gap": noisy(0.002, 1.0) if step > head_start else 0.0,
             "entropy": noisy(2.0 * (1 - progress) + (0.002 if solved else 0.5), 0.15),
-            "clip_fraction": min(noisy(0.13, 0.4), 1.0) if reused else 0.0,
-            "ratio_max": 1 + noisy(3.0, 0.8) if reused else 1.0,
+            "clip_fraction": min(noisy(0.13, 0.4), 1.0) if reused and moves else 0.0,
+            "ratio_max": 1 + noisy(3.0, 0.8) if reused and moves else 1.0,
             "loss": draw.gauss(0, 0.1),
             "grad_norm": noisy(0.5, 0.5),
             "learning_rate": 1e-5,
@@ -84,12 +90,19 @@ def healthy_run(seed: int, settings: dict, *, solved: bool = False, sparse: bool
             "sampling_logprob_difference": noisy(0.01, 0.5),
         }
         if settings["algorithm"] == "ppo":
-            row["loss/value"] = noisy(spread**2 * (0.3 + 0.7 * math.exp(-step / 20)), 0.3)
-            row["explained_variance"] = 0.5 * progress + draw.gauss(0, 0.15)
+            row["loss/value"] = noisy(spread**2 * ((0.3 if moves else 0.1) + 0.7 * math.exp(-step / 20)), 0.3)
+            row["explained_variance"] = (0.5 * progress if moves else 0.8) + draw.gauss(0, 0.15)
+            row["reward_kl/k1"] = k1_of_a_step(draw, row["ref_kl"])
+            row["updates_skipped"] = 0.0
         if step % 10 == 0:
             row["eval/reward"] = mean - 0.05 + draw.gauss(0, 0.03)
         rows.append(row)
     return rows
+
+
+def k1_of_a_step(draw: random.Random, kl: float, tokens: int = 640) -> float:
+    """Mean log-ratio of sampled tokens, whose variance is 2 KL for normal distributions that differ in their mean."""
+    return draw.gauss(kl, math.sqrt(2 * kl / tokens))
 
 
 def examine(settings: dict, rows: list[dict[str, float]]) -> list[Finding]:
@@ -108,7 +121,9 @@ def with_changes(rows: list[dict[str, float]], start: int, **changes: float) -> 
 
 
 @pytest.mark.parametrize("shape", [{}, {"solved": True}, {"sparse": True}], ids=["plain", "solved", "sparse"])
-@pytest.mark.parametrize("settings", [GRPO, PPO, QUICKSTART], ids=["grpo", "ppo", "quickstart"])
+@pytest.mark.parametrize(
+    "settings", [GRPO, PPO, HEAD_START, QUICKSTART], ids=["grpo", "ppo", "ppo-critic-first", "quickstart"]
+)
 def test_healthy_runs_have_neither_warnings_nor_errors(settings: dict, shape: dict) -> None:
     for seed in range(10):
         findings = examine(settings, healthy_run(seed, settings, **shape))
@@ -135,6 +150,8 @@ SICK = {
     "clip_fraction_high": (GRPO, 50, {"clip_fraction": 0.45}),
     "explained_variance_negative": (PPO, 50, {"explained_variance": -0.8}),
     "value_loss_unsettled": (PPO, 150, {"loss__value": 5.0}),
+    "updates_left_out": (PPO, 100, {"updates_skipped": 1.0}),
+    "kl_negative": (PPO, 100, {"reward_kl__k1": -0.05}),
     "target_not_moving": (GRPO, 1, {"target_kl_gap": 0.0}),
     "reward_crashed": (GRPO, 150, {"reward": 0.05}),
     "groups_tied": (GRPO, 0, {"frac_reward_zero_std": 0.95, "reward": 0.0}),
@@ -233,6 +250,180 @@ def test_a_value_loss_that_grows_with_the_spread_of_rewards_is_healthy() -> None
     assert "value_loss_unsettled" not in {finding.rule for finding in examine(PPO, rows)}
 
 
+def fired(settings: dict, rows: list[dict[str, float]], rule: str) -> list[Finding]:
+    return [finding for finding in examine(settings, rows) if finding.rule == rule]
+
+
+@pytest.mark.parametrize("tokens", [64, 640, 10_000])
+@pytest.mark.parametrize("kl", [0.0, 1e-4, 0.003, 0.01, 0.05, 0.5])
+def test_kl_that_is_negative_by_chance_is_not_reported(kl: float, tokens: int) -> None:
+    """The policy is near the reference, so that k1 falls on either side of 0 from step to step."""
+    draw = random.Random(0)
+    rows = [{"step": step, "reward_kl/k1": k1_of_a_step(draw, kl, tokens)} for step in range(1000)]
+    if 0 < kl * tokens < 2:
+        assert min(row["reward_kl/k1"] for row in rows) < 0
+    assert fired(PPO, rows, "kl_negative") == []
+
+
+def test_one_step_of_very_negative_kl_is_not_reported() -> None:
+    rows = [{"step": step, "reward_kl/k1": -3.0 if step == 50 else 0.02} for step in range(100)]
+    assert fired(PPO, rows, "kl_negative") == []
+
+
+@pytest.mark.parametrize("mean, reported", [(-0.008, False), (-0.02, True)])
+def test_a_mean_kl_clearly_below_zero_is_reported(mean: float, reported: bool) -> None:
+    """The limit is a hundredth of a nat a token."""
+    draw = random.Random(0)
+    rows = [{"step": step, "reward_kl/k1": mean + draw.gauss(0, 0.002)} for step in range(60)]
+    assert bool(fired(PPO, rows, "kl_negative")) == reported
+
+
+def test_a_finding_of_negative_kl_says_what_k1_is_and_what_to_do() -> None:
+    rows = [{"step": step, "reward_kl/k1": -0.05} for step in range(10)]
+    (finding,) = fired({**PPO, "top_p": 0.9, "top_k": 0, "min_p": None}, rows, "kl_negative")
+    assert finding.step == 9  # fewer than ten steps are no average
+    assert finding.message == "reward_kl/k1 averages -0.05 nats a token over 10 steps, sampled with top_p=0.9"
+    assert "KL may be negative under k1." in finding.meaning
+    assert "unbiased" in finding.meaning
+    assert "`kl_estimator: exact`" in finding.advice
+    assert "`top_p: 1`" in finding.advice
+
+
+def test_the_other_estimators_of_kl_are_not_judged_by_the_rule_for_k1() -> None:
+    rows = [{"step": step, "reward_kl/exact": -0.05, "loss_kl/k2": -0.05, "kl": 0.0} for step in range(20)]
+    assert fired(PPO, rows, "kl_negative") == []
+
+
+@pytest.mark.parametrize("to_reference, reported", [(0.01, False), (-0.05, True)])
+def test_k1_in_a_loss_is_judged_less_what_the_updates_moved_the_policy(to_reference: float, reported: bool) -> None:
+    """Tokens are the old policy's: log(online / reference) averages KL(old || reference) - KL(old || online)."""
+    rows = [{"step": step, "loss_kl/k1": to_reference - 0.1, "kl": 0.1} for step in range(20)]
+    assert bool(fired(GRPO, rows, "kl_negative")) == reported
+
+
+def test_left_out_updates_are_reported_once_and_again_when_they_have_doubled() -> None:
+    rows = healthy_run(0, PPO)
+    skips = {100: 1.0, 103: 1.0, 104: 2.0, 150: 1.0}
+    rows = [{**row, "updates_skipped": skips.get(row["step"], 0.0)} for row in rows]
+    findings = fired(PPO, rows, "updates_left_out")
+    assert [finding.step for finding in findings] == [100, 103, 104]
+    assert findings[-1].evidence == {"updates_skipped": 2.0, "in_last_10_steps": 4.0, "limit": 10.0}
+
+
+def test_an_old_left_out_update_is_not_the_news_of_later_steps() -> None:
+    """Also where later rows do not have the number at all."""
+    rows = [{"step": 0, "updates_skipped": 1.0}, *({"step": step} for step in range(1, 150))]
+    assert [finding.step for finding in fired(PPO, rows, "updates_left_out")] == [0]
+
+
+LONG_HEAD_START = {**PPO, "value_warmup_steps": 120}
+
+
+def test_a_reward_that_is_flat_because_only_the_critic_learns_is_not_reported() -> None:
+    """W7's rule for more than the clip band: 120 of 200 steps leave the policy as it is."""
+    rows = healthy_run(0, LONG_HEAD_START)
+    assert fired(LONG_HEAD_START, rows, "reward_flat") == []
+    assert fired({**LONG_HEAD_START, "value_warmup_steps": 0}, rows, "reward_flat") != []
+
+
+def test_a_reward_that_stays_flat_after_the_critics_head_start_is_reported_half_way_through_the_rest() -> None:
+    settings = {**PPO, "value_warmup_steps": 50, "max_steps": 250}
+    rows = with_changes(healthy_run(0, settings), 0, reward=0.3)
+    assert fired(settings, rows, "reward_flat")[0].step == 50 + 100 - 1
+
+
+def test_the_clip_band_waits_until_the_policy_moves() -> None:
+    rows = healthy_run(0, LONG_HEAD_START)
+    assert fired(LONG_HEAD_START, rows, "clip_fraction_low") == []
+    assert fired({**LONG_HEAD_START, "value_warmup_steps": 0}, rows, "clip_fraction_low") != []
+    overshoots = with_changes(rows, 120, clip_fraction=0.5)
+    assert fired(LONG_HEAD_START, overshoots, "clip_fraction_high")[0].step == 129
+
+
+def test_a_target_policy_does_not_move_while_only_the_critic_learns() -> None:
+    """Gradients flow then, but those of the value model."""
+    rows = healthy_run(0, LONG_HEAD_START)
+    assert fired(LONG_HEAD_START, rows, "target_not_moving") == []
+    stuck = with_changes(rows, 0, target_kl_gap=0.0)
+    assert fired(LONG_HEAD_START, stuck, "target_not_moving")[0].step == 129
+
+
+def test_the_first_steps_of_a_policy_are_not_compared_with_the_zeros_of_its_critics_head_start() -> None:
+    rows = healthy_run(0, HEAD_START)
+    for row, kl in zip(rows[60:], (0.7, 0.6, 0.4, 0.2)):
+        row["kl"] = row["ref_kl"] = kl
+    assert fired(HEAD_START, rows, "kl_jump") == []
+    assert fired({**HEAD_START, "value_warmup_steps": 0}, rows, "kl_jump")[0].step == 60
+    assert fired(HEAD_START, with_changes(rows, 60, kl=4.0), "kl_jump")[0].step == 60
+    assert fired(HEAD_START, with_changes(rows, 100, kl=1.5), "kl_jump")[0].step == 100
+
+
+def test_a_critic_that_follows_a_moving_policy_less_well_than_a_standing_one_is_healthy() -> None:
+    """S60: a loss that levels off higher than in the head start has settled all the same."""
+    rows = healthy_run(0, HEAD_START)
+    for row in rows:
+        row["reward_std"], row["loss/value"] = 0.4, 0.01 if row["step"] < 60 else 0.05
+    assert fired(HEAD_START, rows, "value_loss_unsettled") == []
+    assert fired({**HEAD_START, "value_warmup_steps": 0}, rows, "value_loss_unsettled") != []
+    diverges = with_changes(rows, 150, loss__value=0.4)
+    assert fired(HEAD_START, diverges, "value_loss_unsettled")[0].step < 160
+
+
+def test_a_critic_that_is_worse_than_a_constant_is_reported_during_its_head_start() -> None:
+    rows = with_changes(healthy_run(0, LONG_HEAD_START), 0, explained_variance=-0.5)
+    assert fired(LONG_HEAD_START, rows, "explained_variance_negative")[0].step < 120
+
+
+def test_critic_rules_wait_for_the_value_models_own_warm_up() -> None:
+    """S60: `value_lr_warmup_steps`, or `warmup_steps` (here 10 steps) where it is unset."""
+    rows = with_changes(healthy_run(0, PPO), 0, explained_variance=-0.5)
+    for own, first in ((None, 49), (0, 39), (60, 99), (0.5, 139)):
+        found = fired({**PPO, "value_lr_warmup_steps": own}, rows, "explained_variance_negative")
+        assert found[0].step == first
+
+
+def test_a_fresh_critic_that_explains_nothing_yet_is_healthy() -> None:
+    """A head of zeros has an explained variance of 0, give or take the noise of small batches."""
+    for seed in range(10):
+        rows, draw = healthy_run(seed, PPO), random.Random(seed)
+        for row in rows:
+            row["explained_variance"] = 0.0 if row["step"] < 10 else draw.gauss(0, 0.15)
+        assert fired(PPO, rows, "explained_variance_negative") == []
+
+
+def test_a_critic_of_a_solved_task_has_nothing_left_to_explain() -> None:
+    """Returns hardly vary, so that any error is large beside their variance: a note, unless nothing was learnt."""
+    rows = healthy_run(0, PPO)
+    solved = with_changes(rows, 120, reward=1.0, reward_std=0.02, explained_variance=-3.0)
+    assert [finding.severity for finding in fired(PPO, solved, "explained_variance_negative")] == ["note"]
+    for changes in ({"reward": 0.2, "reward_std": 0.02}, {"reward": 0.7, "reward_std": 0.4}):
+        sick = with_changes(rows, 0, **changes, explained_variance=-3.0)
+        sick = [{**row, "reward_std": 0.4, "reward": 0.2} if row["step"] < 10 else row for row in sick]
+        assert "explained_variance_negative" in serious(examine(PPO, sick))
+
+
+def test_a_value_loss_of_scaled_scores_is_judged_by_the_scaled_spread() -> None:
+    """S50: scores are divided by `score_std`, so that raw rewards spread ten times wider excuse no larger loss."""
+    rows = healthy_run(0, PPO)
+    for row in rows:
+        wide = row["step"] >= 100
+        row["reward_std"] = 4.0 if wide else 0.4
+        row["loss/value"] = 2.0 if wide else 0.2
+    assert fired(PPO, rows, "value_loss_unsettled") == []
+    scaled = [{**row, "score_std": row["reward_std"]} for row in rows]
+    assert fired(PPO, scaled, "value_loss_unsettled") != []
+
+
+@pytest.mark.parametrize("rule", ["value_loss_unsettled", "explained_variance_negative"])
+def test_advice_about_the_critic_names_its_settings_and_no_fixed_ratio(rule: str) -> None:
+    """S50, W6."""
+    (advice,) = (item.advice for item in RULES if item.name == rule)
+    names = ("value_learning_rate", "value_warmup_steps", "value_max_grad_norm", "scale_rewards: running")
+    for name in (*names, "value_model: separate"):
+        assert f"`{name}`" in advice
+    assert "times" not in advice
+
+
 def test_tied_groups_do_not_concern_algorithms_without_a_group_baseline() -> None:
     rows = with_changes(healthy_run(0, PPO), 0, frac_reward_zero_std=1.0)
     for settings in (PPO, {**PPO, "num_generations": 8}):
@@ -279,6 +470,12 @@ def test_non_finite_numbers_are_an_error_and_do_not_poison_later_judgements() ->
     assert "kl, loss, reward" in findings[0].message
 
 
+@pytest.mark.parametrize("name", ["loss/value", "value_grad_norm", "reward_kl/k1", "loss_kl/exact"])
+def test_a_number_that_steers_critic_or_reward_must_be_finite(name: str) -> None:
+    rows = [{**row, name: math.nan} if row["step"] == 50 else row for row in healthy_run(0, PPO)]
+    assert [finding.step for finding in fired(PPO, rows, "non_finite")] == [50]
+
+
 def test_a_restored_doctor_finds_what_an_unbroken_one_finds() -> None:
     """The state survives JSON, so that it can travel in a checkpoint."""
     rows = with_changes(healthy_run(1, PPO), 90, reward=0.0, kl=4.0, loss__value=9.0)
@@ -294,6 +491,12 @@ def test_a_restored_doctor_finds_what_an_unbroken_one_finds() -> None:
 def test_a_tensor_of_one_element_counts_as_its_number() -> None:
     rows = [{**row, "kl": torch.tensor(4.0 if row["step"] == 30 else row["kl"])} for row in healthy_run(0, GRPO)[:40]]
     assert serious(examine(GRPO, rows)) == {"kl_jump"}
+
+
+def test_the_last_zero_values_of_a_metric_are_none_of_them() -> None:
+    history = History({})
+    history.add({"step": 0, "kl": 1.0})
+    assert (history.recent("kl", 0), history.recent("kl", 1)) == ([], [1.0])
 
 
 def test_a_row_without_a_step_is_refused() -> None:

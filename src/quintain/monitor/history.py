@@ -68,7 +68,11 @@ class History:
 
     def recent(self, key: str, steps: int = RECENT_ROWS) -> list[float]:
         """The last `steps` values of a metric, oldest first; fewer if it was logged less often."""
-        return [row[key] for row in self._recent if key in row][-steps:]
+        return [values[0] for values in self.table(key)][-steps:] if steps > 0 else []
+
+    def table(self, *keys: str, rows: int = RECENT_ROWS) -> list[list[float]]:
+        """These metrics side by side, from those of the last `rows` rows that have all of them, oldest first."""
+        return [[row[key] for key in keys] for row in self._recent[-rows:] if row.keys() >= set(keys)]
 
     def first(self, key: str) -> list[float]:
         """A metric's values in the run's first ten rows."""
@@ -85,10 +89,25 @@ class History:
         return default if value is None else float(value)
 
     @property
+    def policy_steps(self) -> int:
+        """Rows in which the policy learnt: those after the `value_warmup_steps` that train the value model alone."""
+        return max(self.count - int(self.setting("value_warmup_steps", 0)), 0)
+
+    @property
     def steps_since_warmup(self) -> float:
-        """Rows seen since the learning rate reached its height; `warmup_steps` below 1 is a share of `max_steps`."""
-        warmup = self.setting("warmup_steps", 0)
-        return self.count - (warmup * max(self.setting("max_steps", 0), 0) if warmup < 1 else warmup)
+        """Rows in which the policy learnt at a learning rate that had reached its height."""
+        return min(self.count - self._warmup("warmup_steps"), self.policy_steps)
+
+    @property
+    def steps_since_value_warmup(self) -> float:
+        """Rows seen since the value model's learning rate reached its height."""
+        own = self.settings.get("value_lr_warmup_steps") is not None
+        return self.count - self._warmup("value_lr_warmup_steps" if own else "warmup_steps")
+
+    def _warmup(self, name: str) -> float:
+        """A length of warm-up in steps; below 1 it is a share of `max_steps`."""
+        warmup = self.setting(name, 0)
+        return warmup * max(self.setting("max_steps", 0), 0) if warmup < 1 else warmup
 
     @property
     def reuses_rollouts(self) -> bool:

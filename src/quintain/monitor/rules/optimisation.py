@@ -1,18 +1,27 @@
-"""Faults in the update: too large, clipped away, a critic that does not learn, a target that does not move."""
+"""Faults in the update: too large, clipped away, left out, a target that does not move."""
 
 from __future__ import annotations
-
-from statistics import median
 
 from quintain.monitor.history import History
 from quintain.monitor.rules.base import Rule, Sighting
 
-MUST_BE_FINITE = ("loss", "loss/", "grad_norm", "kl", "ref_kl", "target_kl_gap", "entropy", "reward", "ratio_max")
+MUST_BE_FINITE = {
+    "loss",
+    "grad_norm",
+    "value_grad_norm",
+    "kl",
+    "ref_kl",
+    "target_kl_gap",
+    "entropy",
+    "reward",
+    "ratio_max",
+}
+FINITE_FAMILIES = ("loss/", "reward_kl/", "loss_kl/")
 
 
 def non_finite(history: History) -> Sighting | None:
     """A number that steers the run is NaN or infinite."""
-    bad = [key for key in history.non_finite if key in MUST_BE_FINITE or key.startswith("loss/")]
+    bad = [key for key in history.non_finite if key in MUST_BE_FINITE or key.startswith(FINITE_FAMILIES)]
     if not bad:
         return None
     return Sighting(f"not finite: {', '.join(bad)}", {"non_finite_metrics": len(bad)}, size=1.0)
@@ -24,7 +33,8 @@ def kl_jump(
     """KL to the sampling policy, or for two steps KL to the reference, leaps above all of the recent past."""
     # `ref_kl` is a level that stays after a jump; one freak token can lift a single step's estimate of it.
     for key, least, lasting in (("kl", floor, 1), ("ref_kl", ref_floor, 2)):
-        values = history.recent(key, window + lasting)
+        # The zeros of a policy that stands still while its critic learns are no yardstick for its first steps.
+        values = history.recent(key, min(window + lasting, history.policy_steps))
         if len(values) < lasting:
             continue
         before, now = values[:-lasting], min(values[-lasting:])
@@ -71,38 +81,18 @@ def clip_fraction_low(history: History, *, fraction: float, steps: int) -> Sight
     )
 
 
-def value_loss_unsettled(history: History, *, factor: float, steps: int, minimum: int) -> Sighting | None:
-    """The value loss is far above its lowest level, and not because rewards are spread wider now."""
-    rows = list(zip(history.recent("loss/value"), history.recent("reward_std")))
-    losses = history.recent("loss/value")
-    if history.steps_since_warmup < minimum or len(losses) < minimum:
+def updates_left_out(history: History, *, steps: int) -> Sighting | None:
+    """The ratio threshold has kept updates of this step from the weights."""
+    now = sum(left_out for (left_out,) in history.table("updates_skipped", rows=1))
+    if now <= 0:
         return None
-    # When rewards spread wider, the same critic has a larger loss: judge it per unit of reward variance as well.
-    relative = [loss / max(spread * spread, 1e-8) for loss, spread in rows]
-    growth = [
-        median(series[-steps:]) / max(min(median(series[i : i + steps]) for i in range(len(series) - steps)), 1e-12)
-        for series in (losses, relative)
-        if len(series) >= minimum
-    ]
-    if min(growth) <= factor:
-        return None
-    now = median(losses[-steps:])
+    lately = sum(left_out for (left_out,) in history.table("updates_skipped", rows=steps))
+    limit = history.setting("ratio_threshold", 10.0)
     return Sighting(
-        f"the value loss is {now:.3g}, {growth[0]:.1f} times its lowest level",
-        {"loss/value": now, "times_lowest": growth[0], "limit": factor},
-        size=min(growth),
-    )
-
-
-def explained_variance_negative(history: History, *, limit: float, steps: int, minimum: int) -> Sighting | None:
-    """The critic predicts returns worse than a constant would."""
-    explained = history.typical("explained_variance", steps)
-    if history.steps_since_warmup < minimum or explained is None or explained >= limit:
-        return None
-    return Sighting(
-        f"explained variance of the value model is {explained:.2f}",
-        {"explained_variance": explained, "limit": limit},
-        size=1 - explained,
+        f"{now:.0f} updates were left out, {lately:.0f} in the last {steps} steps: the mean probability ratio of their "
+        f"mini-batches was above {limit:g}",
+        {"updates_skipped": now, f"in_last_{steps}_steps": lately, "limit": limit},
+        size=lately,
     )
 
 
@@ -111,7 +101,7 @@ def target_not_moving(history: History, *, steps: int) -> Sighting | None:
     gaps = history.recent("target_kl_gap", steps)
     moves = history.recent("grad_norm", steps) or [1.0]
     rates = history.recent("learning_rate", steps) or [1.0]
-    if not history.settings.get("use_target_policy") or len(gaps) < steps or any(gaps):
+    if not history.settings.get("use_target_policy") or min(len(gaps), history.policy_steps) < steps or any(gaps):
         return None
     if history.settings.get("target_update") == "copy" and history.setting("target_update_every", 1) <= 1:
         return None  # a target copied after every update equals the online policy whenever it is measured
@@ -150,7 +140,8 @@ OPTIMISATION_RULES = (
         action="checkpoint",
         sees=(
             "`kl` above {floor} nats a token, or `ref_kl` above {ref_floor} for two steps, and more than {factor} "
-            "times its highest in the {window} steps before; or `kl` above {ceiling} at any time."
+            "times its highest in the {window} steps before (leaving out `value_warmup_steps`, where both are 0); or "
+            "`kl` above {ceiling} at any time."
         ),
         limits={"factor": 5, "window": 10, "floor": 0.5, "ref_floor": 0.5, "ceiling": 3.0},
         meaning="One update moved the policy very far: it has probably collapsed, and nonsense often follows.",
@@ -202,7 +193,8 @@ OPTIMISATION_RULES = (
         action="note",
         sees=(
             "`clip_fraction` has a median below {fraction:.0%} over {steps} steps after warm-up, where a rollout is "
-            "reused. With one update a rollout the fraction is 0 by definition and the rule is silent."
+            "reused. With one update a rollout, and during `value_warmup_steps`, the fraction is 0 by definition and "
+            "the rule is silent."
         ),
         limits={"fraction": 0.1, "steps": 50},
         meaning=(
@@ -213,37 +205,24 @@ OPTIMISATION_RULES = (
         check=clip_fraction_low,
     ),
     Rule(
-        name="value_loss_unsettled",
+        name="updates_left_out",
         stage="optimisation",
         severity="warn",
         action="warn",
-        sees=(
-            "The {steps}-step median of `loss/value` is more than {factor} times its lowest in the last 200 steps, "
-            "also when divided by the variance of the rewards, from {minimum} steps after warm-up on."
+        sees="`updates_skipped` is above 0: a mini-batch had a mean probability ratio above `ratio_threshold`.",
+        limits={"steps": 10},
+        meaning=(
+            "The left-out update changed no weight, but the updates before it had carried the policy far from the one "
+            "that sampled: too large steps, or too many on one rollout. A mean is lifted by a few tokens that were "
+            "very unlikely when sampled. Where even the first update of a rollout is left out, the log-probabilities "
+            "of sampling are not this policy's: text made elsewhere, another temperature, weights that did not arrive."
         ),
-        limits={"factor": 3, "steps": 10, "minimum": 40},
-        meaning="The value model should improve, then level off; it is losing track of the returns instead.",
         advice=(
-            "Give the critic another `value_learning_rate` (usually lower when it diverges), turn on "
-            "`whiten_rewards` or rescale the reward, or use `value_model: separate`."
+            "Lower the learning rate, `num_epochs` or `num_mini_batches`, or set `stop_kl`, which ends a rollout's "
+            "epochs before they get there. Look at `ratio_max`, `kl` and `sampling_logprob_difference` of this step. "
+            "A higher `ratio_threshold` only hides it."
         ),
-        check=value_loss_unsettled,
-    ),
-    Rule(
-        name="explained_variance_negative",
-        stage="optimisation",
-        severity="warn",
-        action="warn",
-        sees=(
-            "`explained_variance` has a median below {limit} over {steps} steps, from {minimum} steps after warm-up on."
-        ),
-        limits={"limit": -0.1, "steps": 20, "minimum": 40},
-        meaning="The value model predicts returns worse than their mean would: it adds noise to the advantages.",
-        advice=(
-            "Raise `value_learning_rate` or `vf_coef` if the value loss is still falling, lower them if it swings; "
-            "normalise rewards; or use a method without a critic (GRPO, RLOO, TPO)."
-        ),
-        check=explained_variance_negative,
+        check=updates_left_out,
     ),
     Rule(
         name="target_not_moving",

@@ -15,7 +15,7 @@ something."""
 
 def reward_flat(history: History, *, errors: float, minimum: float, unplanned: float) -> Sighting | None:
     """The reward of the last 20 steps is no better than that of the first ten, half-way through the run."""
-    planned = history.setting("max_steps", 0)
+    planned = history.setting("max_steps", 0) - history.setting("value_warmup_steps", 0)
     judged_from = max(minimum, planned / 2 if planned > 0 else unplanned)
     rise, error = history.reward_rise()
     if history.steps_since_warmup < judged_from or len(history.recent("reward")) < minimum or rise > errors * error:
@@ -115,7 +115,7 @@ REWARD_RULES = (
         sees=(
             "The mean `reward` of the last 20 steps exceeds that of the first 10 by at most {errors} standard "
             "errors, half-way through `max_steps` (not before {minimum} steps after warm-up; {unplanned} where "
-            "`max_steps` is open)."
+            "`max_steps` is open). The `value_warmup_steps`, in which the policy stands still, do not count."
         ),
         limits={"errors": 2, "minimum": 60, "unplanned": 200},
         meaning=(

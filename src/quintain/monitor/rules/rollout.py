@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from statistics import fmean
 
-from quintain.monitor.history import History
+from quintain.monitor.history import History, step_noise
 from quintain.monitor.rules.base import Rule, Sighting
 
 
@@ -66,6 +67,35 @@ def sampler_disagrees(history: History, *, difference: float, steps: int) -> Sig
         {"sampling_logprob_difference": gap, "limit": difference},
         size=gap,
     )
+
+
+NARROWING = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "min_completion_length": 0}
+"""Settings that change what is sampled and not the log-probabilities it is given, with the value that is off."""
+
+
+def kl_negative(history: History, *, limit: float, steps: int, errors: float) -> Sighting | None:
+    """The k1 estimate of KL is below zero on average, which no number of honest samples explains."""
+    in_reward = [kl for (kl,) in history.table("reward_kl/k1", rows=steps)]
+    # Once the online policy has left the one that sampled, the estimate in a loss is KL(old || reference) less
+    # KL(old || online), and may well be negative. `kl` is what was taken off.
+    in_loss = [kl + moved for kl, moved in history.table("loss_kl/k1", "kl", rows=steps)]
+    for key, values in (("reward_kl/k1", in_reward), ("loss_kl/k1", in_loss)):
+        if len(values) < steps:
+            continue
+        mean, error = fmean(values), step_noise(values) / math.sqrt(steps)
+        if mean < -max(limit, errors * error):
+            narrowed = [
+                f"{name}={history.setting(name, off):g}"
+                for name, off in NARROWING.items()
+                if history.setting(name, off) != off
+            ]
+            return Sighting(
+                f"{key} averages {mean:.3g} nats a token over {steps} steps"
+                + (f", sampled with {', '.join(narrowed)}" if narrowed else ""),
+                {key: mean, "standard_error": error, "limit": -limit},
+                size=-mean,
+            )
+    return None
 
 
 ROLLOUT_RULES = (
@@ -151,5 +181,32 @@ ROLLOUT_RULES = (
             "check that weights reach the engine after every step."
         ),
         check=sampler_disagrees,
+    ),
+    Rule(
+        name="kl_negative",
+        stage="rollout",
+        severity="warn",
+        action="warn",
+        sees=(
+            "The mean of `reward_kl/k1` over {steps} steps is below -{limit} nats a token and below 0 by more than "
+            "{errors} of its standard errors; or that of `loss_kl/k1` plus `kl`. Single negative steps are ordinary, "
+            "most of all at the start, where KL is about 0."
+        ),
+        limits={"limit": 0.01, "steps": 10, "errors": 3},
+        meaning=(
+            "KL may be negative under k1. It is an unbiased estimate from the sampled tokens, so single steps fall on "
+            "either side of the truth; but the truth is never negative, and neither is the mean of many steps. If it "
+            "is, the log-probabilities compared do not belong to the distribution that sampled: `top_p`, `top_k`, "
+            "`min_p`, `repetition_penalty` or `min_completion_length` narrowed it, or the text was generated elsewhere "
+            "or at another temperature. The policy can then game the estimate: probability moved to tokens that are "
+            "never drawn makes the drawn ones look unlikely, and minus KL becomes a bonus."
+        ),
+        advice=(
+            "Switch truncation of sampling off (`top_p: 1`, `top_k: 0`, `min_p: 0`, `repetition_penalty: 1`, "
+            "`min_completion_length: 0`), and generate with the policy that is trained, at `temperature`. "
+            "`kl_estimator: exact` sums over the whole vocabulary: never negative, nothing to game, for whoever wants "
+            "no argument."
+        ),
+        check=kl_negative,
     ),
 )
