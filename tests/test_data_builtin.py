@@ -69,6 +69,16 @@ def test_the_same_reference_gives_the_same_rows(name):
     assert list(load_dataset_reference(f"builtin:{name}")) == list(load_dataset_reference(f"builtin:{name}"))
 
 
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_easy_and_hard_problems_come_equally_often(level):
+    """Drawn by value, nine in ten numbers below 1000 would have three digits."""
+    rows = arithmetic(level, digits=3, size=90)["train"]
+    lengths = [max(map(len, re.findall(r"\d+", row["prompt"][0]["content"]))) for row in rows]
+    assert [lengths.count(length) for length in (1, 2, 3)] == [30, 30, 30]
+    few_easy = arithmetic(level=1, digits=2, size=300)["train"]  # there are 100 sums of two digits alone
+    assert sum(len(re.findall(r"\d", row["prompt"][0]["content"])) == 2 for row in few_easy) == 100
+
+
 @pytest.mark.parametrize("name", ["reversal", "arithmetic"])
 def test_another_seed_gives_another_order(name):
     first, second = (load_dataset_reference(f"builtin:{name}?size=20&seed={seed}") for seed in (0, 1))

@@ -81,3 +81,10 @@ def masked_whiten(
     if not shift_mean:
         return values / spread
     return zero_masked((values - masked_mean(values, mask)) / spread, mask & ~tied)
+
+
+def whitening_scale(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> float:
+    """What `masked_whiten` multiplies differences between the True entries by; 1 where they are all equal."""
+    if not bool(masked_whiten(values, mask).any()):
+        return 1.0
+    return 1.0 / float(masked_variance(zero_masked(values, mask), mask).sqrt())

@@ -56,7 +56,8 @@ def arithmetic(level: int = 3, digits: int = 2, size: int = 512, seed: int = 0, 
 
     Args:
         level: 1 addition; 2 subtraction too; 3 multiplication too. The prompts are shared out evenly.
-        digits: most digits of either number, at least 1.
+        digits: most digits of either number, at least 1. Problems whose longer number has 1, 2, ... digits come equally
+            often, as far as there are as many.
         size: most prompts; a smaller task has all of its prompts.
         seed: of the choice and the order.
         words: tell each sum as a small story.
@@ -68,11 +69,13 @@ def arithmetic(level: int = 3, digits: int = 2, size: int = 512, seed: int = 0, 
     rows = []
     for operation in range(level):
         share = size // level + (operation < size % level)
-        numbers = 10**digits
-        total = numbers * (numbers + 1) // 2 if operation == 1 else numbers**2
-        for index in generator.sample(range(total), min(share, total)):
-            first, second = _ordered_pair(index) if operation == 1 else divmod(index, numbers)
-            rows.append(_sum(operation, first, second, words))
+        ends = [0, *(_pairs_below(10**length, operation) for length in range(1, digits + 1))]
+        for start, end, left in zip(ends, ends[1:], range(digits, 0, -1)):
+            count = min(-(-share // left), end - start)
+            share -= count
+            rows += [
+                _sum(operation, *_pair(index, operation), words) for index in generator.sample(range(start, end), count)
+            ]
     generator.shuffle(rows)
     return {"train": rows}
 
@@ -115,10 +118,19 @@ def _sum(operation: int, first: int, second: int, words: bool) -> dict[str, Any]
     return {"prompt": [{"role": "user", "content": content}], "answer": str(answer)}
 
 
-def _ordered_pair(index: int) -> tuple[int, int]:
-    """The index-th pair (a, b) with a >= b, in the order (0, 0), (1, 0), (1, 1), (2, 0), ..."""
-    first = (math.isqrt(8 * index + 1) - 1) // 2
-    return first, index - first * (first + 1) // 2
+def _pairs_below(number: int, operation: int) -> int:
+    """How many pairs of numbers below this one there are; for a subtraction, with the larger first."""
+    return number * (number + 1) // 2 if operation == 1 else number**2
+
+
+def _pair(index: int, operation: int) -> tuple[int, int]:
+    """The index-th pair in an order in which the larger number never falls."""
+    if operation == 1:  # (0, 0), (1, 0), (1, 1), (2, 0), ...
+        larger = (math.isqrt(8 * index + 1) - 1) // 2
+        return larger, index - larger * (larger + 1) // 2
+    larger = math.isqrt(index)  # (0, 0), (1, 0), (1, 1), (0, 1), (2, 0), (2, 1), (2, 2), (0, 2), ...
+    rest = index - larger**2
+    return (larger, rest) if rest <= larger else (rest - larger - 1, larger)
 
 
 def _require_positive(reference: str, **values: int) -> None:

@@ -51,6 +51,8 @@ class OnlineRLTrainer(ManualLoop):
     config_class: ClassVar[type[OnlineRLConfig]] = OnlineRLConfig
     unit: Unit = "token"
     """What a split into mini-batches and micro-batches keeps whole."""
+    advantage_scale: float = 1.0
+    """What whitening multiplied the advantages of the rollout in use by; an `estimate` that whitens sets it."""
 
     def __init__(
         self,
@@ -187,6 +189,16 @@ class OnlineRLTrainer(ManualLoop):
         return 0.0
 
     @property
+    def kl_direct_coef(self) -> float:
+        """Weight in the loss of the exact KL that is part of the reward.
+
+        Exact KL at a token is a sum over all that might have been drawn there, so no draw can be credited with it: as a
+        reward it speaks to earlier tokens only. Its own gradient comes through the loss, on the scale that advantages
+        have there.
+        """
+        return self.kl_reward_coef * self.advantage_scale if self.config.kl_estimator == "exact" else 0.0
+
+    @property
     def slots(self) -> set[str]:
         """Which policies besides the online one exist in this run, of "ref", "old" and "target"."""
         slots = {"target"} if self.config.use_target_policy else set()
@@ -207,6 +219,10 @@ class OnlineRLTrainer(ManualLoop):
     def aggregate(self, per_token: Tensor, rollouts: Rollouts) -> LossTerm:
         """How per-token losses become a term: by default their sum, to be averaged over tokens."""
         return LossTerm(masked_sum(per_token, rollouts.loss_mask), "token")
+
+    def aggregate_kl(self, per_token: Tensor, rollouts: Rollouts) -> LossTerm:
+        """The same for KL to the reference policy."""
+        return self.aggregate(per_token, rollouts)
 
     # ---- shared pieces --------------------------------------------------------------------------------------------
 
@@ -297,7 +313,7 @@ class OnlineRLTrainer(ManualLoop):
         terms = {}
         if self.kl_loss_coef > 0:
             kl, mask = self.kl_to_reference(outputs, rollouts), rollouts.loss_mask
-            terms["kl"] = self.weighted(self.kl_loss_coef, self.aggregate(kl, rollouts))
+            terms["kl"] = self.weighted(self.kl_loss_coef, self.aggregate_kl(kl, rollouts))
             statistics.add_means({f"loss_kl/{self.kl_loss_estimator}": (masked_sum(kl, mask), mask.sum())})
         if self.config.entropy_coef:
             terms["entropy"] = self.weighted(-self.config.entropy_coef, self.aggregate(outputs.entropy, rollouts))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from quintain.errors import ConfigError, RewardError
+from quintain.errors import ConfigError, RewardError, nearest
 from quintain.rollout.engine import rollouts_from_tokens, validate_sampling
 from quintain.trainers.evaluation import evaluate
 from quintain.trainers.export import save_policy
-from quintain.types import Prompts, Rollouts
+from quintain.types import Prompts, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
     from quintain.monitor.statistics import StepStatistics
@@ -25,7 +25,15 @@ Tokens: TypeAlias = Sequence[int] | Tensor
 ALIASES = {"mean_reward": "reward", "clip_frac": "clip_fraction", "value_loss": "loss/value"}
 """Short keys of `step`'s result, and the metrics they stand for."""
 
-GENERATION_NAMES = {"max_new_tokens": "max_completion_length", "min_new_tokens": "min_completion_length"}
+GENERATION_NAMES = {
+    "max_new_tokens": "max_completion_length",
+    "min_new_tokens": "min_completion_length",
+    "min_length": "min_completion_length",
+    "eos_token_id": "stop_token_ids",
+}
+"""Names of transformers and TRL for fields of `SamplingParams`."""
+ALWAYS_SO = {"do_sample": True, "return_prompt": False}
+"""Options of TRL's `generate` that may be given, and the one value each may have."""
 
 
 class ManualLoop:
@@ -35,7 +43,7 @@ class ManualLoop:
         """Sample one completion of each query from the online policy.
 
         Args:
-            queries: token ids or texts, of any lengths.
+            queries: token ids or texts, of any lengths; a single tensor of ids or a single text is one query.
             generation_kwargs: fields of `SamplingParams` to change for this call, such as `temperature`,
                 `max_completion_length` (or `max_new_tokens`), `top_k`.
         Returns:
@@ -43,13 +51,9 @@ class ManualLoop:
 
         An override is what `train()` samples with, too.
         """
-        settings = {GENERATION_NAMES.get(name, name): value for name, value in generation_kwargs.items()}
-        known = type(self.sampling).__dataclass_fields__
-        for name in settings:
-            if name not in known:
-                raise ConfigError(f"generate() takes {', '.join(known)}: got {name!r}.")
-        sampling = replace(self.sampling, **{"num_generations": 1, **settings})
-        validate_sampling(sampling)
+        sampling = changed_sampling(self.sampling, generation_kwargs)
+        if isinstance(queries, str) or (isinstance(queries, Tensor) and queries.ndim == 1):
+            queries = [queries]
         samples = self.engine.generate(self._token_ids(queries), sampling, self.generators["rollout"])
         return [ids[mask] for ids, mask in zip(samples.completion_ids, samples.completion_mask)]
 
@@ -153,6 +157,34 @@ class ManualLoop:
             else:
                 ids.append([int(token) for token in item])
         return ids
+
+
+def changed_sampling(sampling: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
+    """One completion a query, drawn as usual but for the given changes.
+
+    Raises:
+        ConfigError: an unknown name, or a value that cannot be.
+    """
+    settings: dict[str, Any] = {"num_generations": 1}
+    known = [*SamplingParams.__dataclass_fields__, *GENERATION_NAMES, *ALWAYS_SO]
+    for name, value in changes.items():
+        if name not in known:
+            raise ConfigError(f"generate() takes {', '.join(known)}: got {name!r}.{nearest(name, known)}")
+        if name in ALWAYS_SO:
+            if value != ALWAYS_SO[name]:
+                raise ConfigError(f"generate() has no {name} but {ALWAYS_SO[name]}: got {value!r}. Leave it out.")
+            continue
+        settings[GENERATION_NAMES.get(name, name)] = value
+    # What TRL's scripts write for "none": a length of -1, a stop token of -1, a top_k of 0.0.
+    settings["min_completion_length"] = max(0, settings.get("min_completion_length", sampling.min_completion_length))
+    if "stop_token_ids" in settings:
+        ids = settings["stop_token_ids"]
+        settings["stop_token_ids"] = tuple(token for token in ([ids] if isinstance(ids, int) else ids) if token >= 0)
+    if settings.get("top_k") is not None:
+        settings["top_k"] = int(settings["top_k"])
+    changed = replace(sampling, **settings)
+    validate_sampling(changed)
+    return changed
 
 
 def log_training_stats(stats: Mapping[str, float]) -> None:

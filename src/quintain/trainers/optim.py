@@ -236,6 +236,7 @@ def build_schedule(config: OnlineRLConfig, optimizer: Optimizer, max_steps: int)
     """
     from transformers import get_scheduler
 
+    shape_name = {"constant": "constant_with_warmup"}.get(config.lr_scheduler_type, config.lr_scheduler_type)
     own = getattr(config, "value_lr_warmup_steps", None)
     warmup = {"policy": config.warmup_steps, "value": config.warmup_steps if own is None else own}
 
@@ -243,9 +244,7 @@ def build_schedule(config: OnlineRLConfig, optimizer: Optimizer, max_steps: int)
         steps = warmup[role]
         steps = round(steps * max_steps) if 0 < steps < 1 else int(steps)
         unit = torch.optim.SGD([torch.zeros(())], lr=1.0)
-        library = get_scheduler(
-            config.lr_scheduler_type, unit, num_warmup_steps=steps, num_training_steps=max_steps + 1
-        )
+        library = get_scheduler(shape_name, unit, num_warmup_steps=steps, num_training_steps=max_steps + 1)
         shape: Callable[[int], float] = library.lr_lambdas[0]
         return lambda step: shape(step + 1)
 

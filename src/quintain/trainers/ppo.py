@@ -13,7 +13,7 @@ from quintain.advantages.token_rewards import at_last_token, per_token_rewards, 
 from quintain.checkpoints.state import Stateful
 from quintain.configs.algorithms import PPOConfig
 from quintain.kl.estimators import ESTIMATORS
-from quintain.masking import masked_whiten, sum_from_mean
+from quintain.masking import masked_whiten, sum_from_mean, whitening_scale
 from quintain.monitor.statistics import explained_variance
 from quintain.objectives.clip import (
     clipped_surrogate_from_ratio,
@@ -55,7 +55,7 @@ class PPOTrainer(OnlineRLTrainer):
 
     @property
     def kl_loss_coef(self) -> float:
-        return self.config.kl_in_loss
+        return self.config.kl_in_loss + self.kl_direct_coef
 
     @property
     def kl_reward_coef(self) -> float:
@@ -157,6 +157,7 @@ class PPOTrainer(OnlineRLTrainer):
         """
         advantages, returns = gae(rewards, values, mask, gamma=self.config.gamma, lam=self.config.lam)
         if self.config.whiten_advantages:
+            self.advantage_scale = whitening_scale(advantages, mask)
             advantages = masked_whiten(advantages, mask)
         return advantages, returns
 

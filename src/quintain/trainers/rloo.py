@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from quintain.advantages.group import leave_one_out
 from quintain.configs.algorithms import RLOOConfig
-from quintain.masking import masked_row_sum, masked_sum, masked_whiten
+from quintain.masking import masked_row_sum, masked_sum, masked_whiten, whitening_scale
 from quintain.objectives.clip import clipped_surrogate_from_ratio, clipped_tokens, summed_sequence_ratio
 from quintain.trainers.base import OnlineRLTrainer
 from quintain.types import LossOutput, LossTerm, PolicyOutputs, Rollouts
@@ -21,7 +23,11 @@ class RLOOTrainer(OnlineRLTrainer):
 
     @property
     def kl_loss_coef(self) -> float:
-        return 0.0
+        return self.kl_direct_coef
+
+    def aggregate_kl(self, per_token: Tensor, rollouts: Rollouts) -> LossTerm:
+        """As KL in the reward: summed over a completion, whose mean over completions is the loss."""
+        return LossTerm(masked_sum(per_token, rollouts.loss_mask), "sequence")
 
     @property
     def kl_reward_coef(self) -> float:
@@ -35,6 +41,7 @@ class RLOOTrainer(OnlineRLTrainer):
             rewards = rewards - self.kl_reward_coef * kl
         advantages = leave_one_out(rewards, rollouts.group_ids, rollouts.scored)
         if self.config.normalize_advantages:
+            self.advantage_scale = whitening_scale(advantages, rollouts.scored)
             advantages = masked_whiten(advantages, rollouts.scored)
         return rollouts.replace(advantages=advantages[:, None].expand(rollouts.completion_ids.shape))
 
