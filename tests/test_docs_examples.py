@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from quintain import PPOTrainer, TPOTrainer
 
@@ -35,6 +38,20 @@ def test_the_guides_algorithm_trains_by_dotted_path_and_passes_its_own_test(tmp_
     assert "chosen_fraction" in rows[0]
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=tmp_path, check=False)
     assert done.returncode == 0
+
+
+def test_the_page_about_ppo_runs_as_printed(tmp_path, monkeypatch, capsys):
+    """S37, S53, S54: the stages overridden, then a loop of one's own, on the same trainer."""
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in blocks((ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")):
+        exec(block, names)
+    assert "value loss" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "own-reward" / "value_model" / "config.json").exists()
+    ratio, advantages = torch.tensor([1.5, 1.0]), torch.tensor([1.0, -1.0])
+    stub = SimpleNamespace(cliprange=0.2, kl_coef=0.1)
+    expected = (-1.2 + 1.0) / 2 + 0.1 * (0.5 - math.log(1.5)) / 2
+    assert float(names["OwnConstraint"].actor_loss(stub, ratio, advantages)) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_guides_example_is_short():

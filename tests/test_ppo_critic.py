@@ -447,3 +447,11 @@ def test_a_saved_critic_with_an_adapter_of_its_own_loads_and_says_what_it_said(m
     assert rollouts.values.std() > 1e-3
     for row in range(len(rollouts)):
         torch.testing.assert_close(rollouts.values[row], values_alone(saved, rollouts, row), atol=1e-5, rtol=0)
+
+
+def test_a_critic_from_a_folder_does_not_get_the_options_of_a_policy_made_on_the_spot(make_trainer, tmp_path):
+    """S50: `model_init_kwargs` here says of which characters scratch:tiny is made."""
+    make_trainer(PPOTrainer, output_dir=str(tmp_path / "first")).train()
+    again = make_trainer(PPOTrainer, value_model=str(tmp_path / "first" / "value_model"))
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "first" / "value_model")
+    torch.testing.assert_close(again.policies.module.value_model.classifier.score.weight, saved.score.weight)

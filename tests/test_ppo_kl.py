@@ -201,7 +201,7 @@ def test_an_adaptive_coefficient_without_a_target_or_of_0_is_refused():
 @pytest.mark.parametrize("trainer_class", [PPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("whiten", [False, True])
 def test_exact_kl_in_the_reward_restrains_the_policy_as_much_as_sampled_kl_does(trainer_class, whiten, make_trainer):
-    """S43, S44: the exact KL of a token is the same whichever token is drawn, so that as a reward alone it credits none.
+    """S43, S44: the exact KL of a token is the same whichever token is drawn: as a reward alone it credits none.
 
     With completions of one token and no other reward, the expected gradient is that of KL: many samples of k1 and a
     few of the exact form must point the same way, with the same length.

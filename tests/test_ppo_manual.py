@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import fraction_right
 
-from quintain import PPOTrainer, RolloutError, log_training_stats
+from quintain import ConfigError, PPOTrainer, RolloutError, log_training_stats
 
 EOS, ZERO, ONE = 2, 4, 5
 """Tokens of a tokenizer for "01="."""
@@ -150,3 +150,23 @@ def test_what_does_not_fit_together_is_refused_and_moves_nothing(responses, give
     with pytest.raises(RolloutError, match=message):
         trainer.step(["01=", "10="], responses, [1.0, 0.0], sampling_logprobs=given)
     assert same(before, weights(trainer))
+
+
+def test_what_trls_scripts_pass_to_generate_is_taken(make_trainer):
+    """S38, S39: and a single query is one query, not a list of its characters."""
+    trainer = make_trainer(PPOTrainer, max_completion_length=3)
+    given = {
+        "min_length": -1,
+        "top_k": 0.0,
+        "top_p": 1.0,
+        "do_sample": True,
+        "eos_token_id": -1,
+        "return_prompt": False,
+    }
+    responses = trainer.generate(["01=", "10="], **given, max_new_tokens=3)
+    assert [len(ids) for ids in responses] == [3, 3]  # no stop token: each goes on to the end
+    assert len(trainer.generate("01=")) == 1
+    assert len(trainer.generate(torch.tensor([4, 5, 6]))) == 1
+    for option, message in (({"do_sample": False}, "no do_sample but True"), ({"temprature": 1}, "'temperature'")):
+        with pytest.raises(ConfigError, match=message):
+            trainer.generate(["01="], **option)

@@ -19,7 +19,8 @@ class PPOConfig(OnlineRLConfig):
     num_epochs: int = 4
     """How many times one rollout is used."""
     kl_estimator: str = "k1"
-    """How KL in the reward is estimated: "k1" (the log-ratio, unbiased), "k2", "k3" or "exact"."""
+    """How KL in the reward is estimated: "k1" (the log-ratio, unbiased, of either sign), "k2", "k3", or "exact": never
+    negative, with its own gradient in the loss, since no token drawn can be credited with it."""
     kl_coef: float = 0.05
     """Weight of KL to the reference policy, subtracted from each token's reward."""
     kl_in_loss: float = 0.0
@@ -32,7 +33,7 @@ class PPOConfig(OnlineRLConfig):
     cliprange_value: float = 0.2
     """How far from its old prediction a value may move in the value loss."""
     vf_coef: float = 0.1
-    """Weight of the value loss where policy and value model share weights."""
+    """Weight of the value loss."""
     gamma: float = 1.0
     """Discount a token of later rewards."""
     lam: float = 0.95

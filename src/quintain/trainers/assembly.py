@@ -82,6 +82,7 @@ class Assembly:
         self.eval_prompts = self._sampler(eval_dataset, shuffle=False)
         self.max_steps = self._max_steps(self.prompts)
 
+        self._reference = model
         self.model = self._wrap_peft(self._load_model(model), peft_config)
         self.value_model = self._start_value_model(
             value_model if value_model is not None else getattr(config, "value_model", None)
@@ -197,13 +198,18 @@ class Assembly:
                 if isinstance(choice, str) and choice == "separate"
                 else load_model(
                     choice,
-                    model_init_kwargs=None if isinstance(choice, nn.Module) else self.config.model_init_kwargs,
+                    model_init_kwargs=self._init_kwargs(choice),
                     trust_remote_code=self.config.trust_remote_code,
                     head="sequence_classification",
                 )
             )
         _require_same_vocabulary(classifier, policy)
         return SeparateValueModel(clear_padding_idx(classifier))
+
+    def _init_kwargs(self, other: Any) -> dict[str, Any] | None:
+        """`model_init_kwargs` for another model than the policy, unless they are options of a different kind."""
+        of_scratch = [isinstance(item, str) and item.startswith("scratch:") for item in (self._reference, other)]
+        return None if isinstance(other, nn.Module) or len(set(of_scratch)) > 1 else self.config.model_init_kwargs
 
     def _checkpoint_activations(self) -> None:
         """Activations are recomputed in the backward pass, by the weights that computed them first."""
@@ -244,7 +250,7 @@ class Assembly:
             autocast=self.accelerator.autocast,
         )
         if ref_model is not None:
-            _copy_reference(policies, ref_model, self.config)
+            _copy_reference(policies, ref_model, self.config, self._init_kwargs(ref_model))
         return policies
 
     def _sampling(self) -> SamplingParams:
@@ -318,7 +324,9 @@ def _zero_dropout(module: nn.Module) -> None:
                 setattr(part, name, 0.0)
 
 
-def _copy_reference(policies: Policies, ref_model: Any, config: OnlineRLConfig) -> None:
+def _copy_reference(
+    policies: Policies, ref_model: Any, config: OnlineRLConfig, init_kwargs: dict[str, Any] | None
+) -> None:
     """Make the ref slot another model of the same architecture."""
     if "ref" not in policies.slots:
         settings = "".join(f"{name}={getattr(config, name)}, " for name in config.kl_weights)
@@ -328,9 +336,7 @@ def _copy_reference(policies: Policies, ref_model: Any, config: OnlineRLConfig) 
             f"leave ref_model out."
         )
     if not isinstance(ref_model, nn.Module):
-        ref_model = load_model(
-            ref_model, model_init_kwargs=config.model_init_kwargs, trust_remote_code=config.trust_remote_code
-        )
+        ref_model = load_model(ref_model, model_init_kwargs=init_kwargs, trust_remote_code=config.trust_remote_code)
     weights = {f"language_model.{name}": value for name, value in ref_model.named_parameters()}
     slot = policies.slots["ref"]
     missing = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -161,8 +162,12 @@ class Optimization:
     def next_rate(self) -> None:
         """Advance the schedules by one training step."""
         self.steps += 1
-        for scheduler in self.schedulers:
-            scheduler.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "Detected call of `lr_scheduler.step", UserWarning
+            )  # updates may be left out
+            for scheduler in self.schedulers:
+                scheduler.step()
 
     def learning_rates(self) -> dict[str, float]:
         """The rates now in force, by their metric names."""
