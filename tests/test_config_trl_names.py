@@ -158,6 +158,7 @@ def test_every_name_from_trl_has_one_fate():
         "generation_batch_size",
         "batch_size",
         "mini_batch_size",
+        "total_episodes",
         "bf16",
         "use_vllm",
         "save_strategy",
@@ -181,12 +182,19 @@ def test_a_resolved_config_holds_our_names_only():
 
 def test_names_of_trls_first_ppo_are_understood():
     """S38: adaptive control, the estimator of KL and the scaling of scores were switches of other names."""
-    config = PPOConfig(
-        adap_kl_ctrl=True, target=6.0, horizon=500, init_kl_coef=0.2, kl_penalty="full", use_score_scaling=True
-    )
+    config = PPOConfig(target=6.0, horizon=500, init_kl_coef=0.2, kl_penalty="full", use_score_scaling=True)
     assert (config.kl_control, config.target_kl, config.kl_horizon, config.kl_coef) == ("adaptive", 6.0, 500, 0.2)
     assert (config.kl_estimator, config.scale_rewards) == ("exact", "running")
     assert any("use_score_scaling was mapped to scale_rewards='running'" in note for note in config.notes)
     assert config.to_dict().keys().isdisjoint({"adap_kl_ctrl", "kl_penalty", "use_score_scaling"})
     with pytest.raises(ConfigError, match=r"kl_penalty \(from TRL\) must be one of 'kl', 'mse', 'full': got 'abs'"):
         PPOConfig(kl_penalty="abs")
+
+
+def test_the_length_of_trls_second_ppo_is_counted_in_completions():
+    """S38: 1000 episodes in rollouts of 4 x 8."""
+    config = PPOConfig(
+        total_episodes=1000, per_device_train_batch_size=8, gradient_accumulation_steps=4, stop_token="eos"
+    )
+    assert (config.prompts_per_step, config.max_steps) == (32, 31)
+    assert any(note.startswith("stop_token has no effect") for note in config.notes)

@@ -194,7 +194,7 @@ def test_an_adaptive_coefficient_without_a_target_or_of_0_is_refused():
     """S46."""
     with pytest.raises(ConfigError, match="needs target_kl"):
         PPOConfig(kl_control="adaptive")
-    with pytest.raises(ConfigError, match="kl_coef or kl_in_loss, which is 0"):
+    with pytest.raises(ConfigError, match="scales kl_coef, which is 0"):
         PPOConfig(kl_control="adaptive", target_kl=6.0, kl_coef=0.0)
 
 

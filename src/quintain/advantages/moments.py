@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from jaxtyping import Float
 from torch import Tensor
 
+from quintain.masking import TIE_TOLERANCE
+
 
 class RunningMoments:
     """Count, mean and sum of squared distances of a growing set of numbers; two sets merge exactly.
@@ -40,6 +42,11 @@ class RunningMoments:
     def std(self) -> float:
         """Sample standard deviation; 0 for fewer than two numbers."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    @property
+    def scale(self) -> float:
+        """What standardising multiplies by: 1 / std, or 1 where the numbers are equal up to rounding."""
+        return 1.0 if self.std < TIE_TOLERANCE * max(1.0, abs(self.mean)) else 1.0 / self.std
 
     def state_dict(self) -> dict[str, float]:
         return dict(vars(self))

@@ -11,31 +11,55 @@ from torch import Tensor
 from quintain.errors import RewardError
 
 
-def per_token_rewards(returned: Any, mask: Bool[Tensor, "batch completion"]) -> Float[Tensor, "batch completion"]:
-    """What a `compute_rewards` returned, as `[batch, completion]`.
+def per_token_rewards(
+    returned: Any, completion_mask: Bool[Tensor, "batch completion"]
+) -> Float[Tensor, "batch completion"]:
+    """What a `compute_rewards` returned, as `[batch, completion]`, 0 outside the mask.
 
-    It may be rewards alone, or rewards and their non-score part, which is not read; each as a tensor or as a list of
-    one tensor a row, as TRL 0.4 had it. One number a completion belongs to its last valid token.
+    It may be rewards alone, or a pair (or more) of rewards and their non-score part, which is not read. Rewards are a
+    tensor `[batch, completion]`; or a tensor `[batch]`, each number for its row's last valid token; or a list with a
+    `[completion]` tensor a row, as TRL 0.4 had it.
 
     Raises:
-        RewardError: it has another shape.
+        RewardError: it has another shape, it can be read in two ways, or a reward of a valid token is not finite.
     """
-    rewards = returned[0] if isinstance(returned, tuple) else returned
-    if isinstance(rewards, list) and all(isinstance(row, Tensor) for row in rewards) and rewards:
-        rewards = torch.stack(rewards) if len({row.shape for row in rewards}) == 1 else None
-    if isinstance(rewards, Tensor) and rewards.shape == mask.shape:
-        return torch.where(mask, rewards.detach(), 0.0)
-    if isinstance(rewards, Tensor) and rewards.shape == mask.shape[:1]:
-        return at_last_token(rewards.detach(), mask)
-    raise RewardError(
-        f"compute_rewards must return rewards {list(mask.shape)} (batch, completion) or [{len(mask)}], or a pair of "
-        f"them and their non-score part: got {_described(returned)}. No weight was changed."
-    )
+    whole = _as_matrix(returned, completion_mask)
+    first = _as_matrix(returned[0], completion_mask) if isinstance(returned, list | tuple) and returned else None
+    rewards = whole if first is None else first
+    if rewards is None or (whole is not None and first is not None):
+        fault = "can be read in two ways" if rewards is not None else "fits neither"
+        raise RewardError(
+            f"compute_rewards must return rewards {list(completion_mask.shape)} (batch, completion) or "
+            f"[{len(completion_mask)}], or a pair of them and their non-score part: got {_described(returned)}, which "
+            f"{fault}. No weight was changed."
+        )
+    bad = completion_mask & ~rewards.isfinite()
+    if bool(bad.any()):
+        row, token = divmod(int(bad.flatten().nonzero()[0]), bad.shape[1])
+        raise RewardError(
+            f"compute_rewards returned {float(rewards[row, token])} for row {row}, completion token {token}: rewards "
+            f"of valid tokens must be finite. No weight was changed."
+        )
+    return torch.where(completion_mask, rewards, 0.0)
+
+
+def _as_matrix(given: Any, mask: Bool[Tensor, "batch completion"]) -> Float[Tensor, "batch completion"] | None:
+    """Rewards in one of their three forms as `[batch, completion]`, or None for anything else."""
+    if isinstance(given, list | tuple) and len(given) == len(mask):
+        if all(isinstance(row, Tensor) and row.shape == mask.shape[1:] for row in given):
+            return torch.stack(list(given)).detach()
+        return None
+    if isinstance(given, Tensor) and given.shape == mask.shape:
+        return given.detach()
+    if isinstance(given, Tensor) and given.shape == mask.shape[:1]:
+        return at_last_token(given.detach(), mask)
+    return None
 
 
 def _described(returned: Any) -> str:
     if isinstance(returned, list | tuple):
-        return f"{type(returned).__name__} of {', '.join(_described(item) for item in returned[:3]) or 'nothing'}"
+        kinds = ", ".join(_described(item) for item in returned[:3]) or "nothing"
+        return f"a {type(returned).__name__} of {len(returned)}: {kinds}"
     return f"a tensor {list(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
 
 

@@ -116,6 +116,11 @@ class PPOConfig(OnlineRLConfig):
         "value_warmup_steps": Number("[0, inf)", whole=True),
     }
 
+    def _normalise(self) -> None:
+        super()._normalise()
+        if self.target is not None and self.adap_kl_ctrl is None:
+            self.adap_kl_ctrl = True  # as in TRL, where a target is there for nothing else
+
     def check(self) -> None:
         super().check()
         if self.target_values and not self.use_target_policy:
@@ -130,15 +135,19 @@ class PPOConfig(OnlineRLConfig):
                 f"detach_value_head=True concerns a head on the policy's own backbone, and value_model="
                 f"{self.value_model!r} has weights of its own. Use value_model='shared' or detach_value_head=False."
             )
-        if self.max_steps is not None and self.value_warmup_steps >= self.max_steps:
-            raise ConfigError(
-                f"value_warmup_steps={self.value_warmup_steps} leaves the policy none of the max_steps="
-                f"{self.max_steps} training steps. Use fewer, or raise max_steps."
-            )
+        if self.max_steps is not None:
+            self.check_length(self.max_steps)
         if self.dual_clip is not None and self.dual_clip <= 1 + self.cliprange:
             raise ConfigError(
                 f"dual_clip={self.dual_clip} must be above 1 + cliprange = {1 + self.cliprange}: below it, it would "
                 f"cut what the clip range allows. Use dual_clip=3 or leave it unset."
+            )
+
+    def check_length(self, max_steps: int) -> None:
+        if self.value_warmup_steps >= max_steps:
+            raise ConfigError(
+                f"value_warmup_steps={self.value_warmup_steps} leaves the policy none of the run's {max_steps} "
+                f"training steps. Use fewer, or raise max_steps."
             )
 
     def _target_is_used(self) -> bool:

@@ -136,6 +136,9 @@ class OnlineRLConfig(
                 "Set eval_steps to the number of steps between evaluations."
             )
 
+    def check_length(self, max_steps: int) -> None:
+        """Settings that must agree with the run's number of training steps, once that is known."""
+
     @property
     def completions_per_step(self) -> int:
         """Completions sampled in one training step, over all processes."""
@@ -189,6 +192,8 @@ class OnlineRLConfig(
                 f"scale_rewards='group' needs num_generations of 2 or more: got {self.num_generations}. "
                 "Use scale_rewards='batch' or 'none'."
             )
+        if self.stop_kl is not None and self.num_epochs == 1:
+            self.notes.append(f"stop_kl={self.stop_kl} has no effect: num_epochs=1 leaves no epoch to skip.")
         if self.scale_rewards not in self.reward_scales:
             known = " or ".join(map(repr, self.reward_scales))
             raise ConfigError(
@@ -216,9 +221,14 @@ class OnlineRLConfig(
         if self.kl_control == "adaptive":
             if self.target_kl is None:
                 raise ConfigError("kl_control='adaptive' needs target_kl, which is unset. Set target_kl, such as 6.0.")
-            if not self.kl_weight:
-                named = " or ".join(self.kl_weights) or "a KL coefficient, which this algorithm does not have"
+            if not self.kl_weights or not getattr(self, self.kl_weights[0]):
+                named = next(iter(self.kl_weights), "a KL coefficient, which this algorithm does not have")
                 raise ConfigError(f"kl_control='adaptive' scales {named}, which is 0. Use kl_control='fixed'.")
+        elif self.target_kl is not None:
+            raise ConfigError(
+                f"target_kl={self.target_kl} is what kl_control='adaptive' steers to, and kl_control is 'fixed'. Set "
+                "kl_control='adaptive', or stop_kl to end a rollout's epochs at some KL."
+            )
         if self.use_target_policy and self.kl_weights and not self._target_is_used():
             named = " and ".join(f"{name}={getattr(self, name)}" for name in self.kl_weights)
             raise ConfigError(

@@ -52,6 +52,9 @@ def map_trl_names(
     _map_single_values(config, notes)
     _map_reference_sync(config, notes)
     _map_batch(config, notes)
+    if config.total_episodes is not None:
+        steps = max(1, round(config.total_episodes / (config.prompts_per_step * config.num_generations)))
+        _take(config, f"total_episodes={config.total_episodes}", "max_steps", steps, notes)
     for item in fields(TRLNames):
         setattr(config, item.name, None)
     for name in (*renamed, *valued):

@@ -27,6 +27,8 @@ class TRLNames:
     """From TRL's first PPO: completions of one rollout. Mapped to prompts_per_step."""
     mini_batch_size: int | None = None
     """From TRL's first PPO: completions of one backward pass. Mapped to num_mini_batches."""
+    total_episodes: int | None = None
+    """From TRL's second PPO: completions of the whole run. Mapped to max_steps."""
 
     # The same thing under another name.
     num_iterations: int | None = None
@@ -35,6 +37,8 @@ class TRLNames:
     """From TRL: num_epochs."""
     num_ppo_epochs: int | None = None
     """From TRL: num_epochs."""
+    exp_name: str | None = None
+    """From TRL: run_name."""
     response_length: int | None = None
     """From TRL: max_completion_length."""
     shuffle_dataset: bool | None = None
@@ -63,6 +67,12 @@ class TRLNames:
     """From TRL: target_update_every."""
 
     # No effect here.
+    stop_token: str | None = None
+    """From TRL: no effect."""
+    local_rollout_forward_batch_size: int | None = None
+    """From TRL: no effect."""
+    optimize_cuda_cache: bool | None = None
+    """From TRL: no effect."""
     disable_tqdm: bool | None = None
     """From TRL: no effect."""
     remove_unused_columns: bool | None = None
@@ -140,6 +150,7 @@ class TRLNames:
 
 
 RENAMED = {
+    "exp_name": "run_name",
     "num_iterations": "num_epochs",
     "ppo_epochs": "num_epochs",
     "num_ppo_epochs": "num_epochs",
@@ -151,6 +162,9 @@ RENAMED = {
 }
 
 NO_EFFECT = {
+    "stop_token": "the end-of-sequence token always stops a completion",
+    "local_rollout_forward_batch_size": "forward passes are cut by micro_batch_tokens",
+    "optimize_cuda_cache": "micro_batch_tokens bounds memory",
     "disable_tqdm": "progress is drawn on a terminal only",
     "remove_unused_columns": "every dataset column reaches the reward functions",
     "per_device_eval_batch_size": "evaluation is cut by micro_batch_tokens",

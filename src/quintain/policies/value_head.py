@@ -33,7 +33,7 @@ class SharedValueHead(nn.Module):
         hidden = self.states(layout, hidden)
         if self.detach:
             hidden = hidden.detach()
-        return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
+        return _read(self.score, hidden)
 
     def states(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, "valid width"]:
         """What a value is read from: the policy's own hidden states."""
@@ -54,7 +54,7 @@ class SeparateValueModel(nn.Module):
 
     def forward(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, " valid"]:
         """Value of the state before each valid completion token is drawn; `hidden`, the policy's, is not read."""
-        return self.classifier.score(self.states(layout, hidden)).squeeze(-1)  # type: ignore[operator]
+        return _read(self.classifier.score, self.states(layout, hidden))  # type: ignore[arg-type]
 
     def states(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, "valid width"]:
         """What a value is read from: the critic's own hidden states."""
@@ -92,8 +92,7 @@ class AdapterValueModel(nn.Module):
 
     def forward(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, " valid"]:
         """Value of the state before each valid completion token is drawn; `hidden`, the policy's, is not read."""
-        states = self.states(layout, hidden)
-        return self.score(states.to(self.score.weight.dtype)).squeeze(-1)
+        return _read(self.score, self.states(layout, hidden))
 
     def states(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, "valid width"]:
         """What a value is read from: the backbone's hidden states under the critic's adapter."""
@@ -123,6 +122,12 @@ class AdapterValueModel(nn.Module):
 def _place(module: nn.Module, parameter_name: str) -> tuple[nn.Module, str]:
     path, _, name = parameter_name.rpartition(".")
     return module.get_submodule(path), name
+
+
+def _read(score: nn.Linear, states: Float[Tensor, "valid width"]) -> Float[Tensor, " valid"]:
+    """The head's number for each state, in the head's own precision: autocast would round it to 8 bits."""
+    with torch.autocast(states.device.type, enabled=False):
+        return score(states.to(score.weight.dtype)).squeeze(-1)
 
 
 def _zero_score(hidden_size: int) -> nn.Linear:

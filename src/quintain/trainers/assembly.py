@@ -59,6 +59,13 @@ class Assembly:
         value_model: Any,
     ) -> None:
         config = self.config = trainer.config
+        if value_model is not None and getattr(config, "detach_value_head", False):
+            raise ConfigError(
+                "detach_value_head=True concerns a head on the policy's own backbone, and value_model was passed to "
+                "the trainer. Leave one of them out."
+            )
+        if optimizers[0] is not None:
+            _refuse_value_rates(config)
         if config.eval_steps and eval_dataset is None:
             raise ConfigError(
                 f"eval_steps={config.eval_steps} asks for evaluation, but eval_dataset is missing. Pass eval_dataset, "
@@ -81,6 +88,7 @@ class Assembly:
         self.prompts = self._sampler(train_dataset, shuffle=config.shuffle)
         self.eval_prompts = self._sampler(eval_dataset, shuffle=False)
         self.max_steps = self._max_steps(self.prompts)
+        config.check_length(self.max_steps)
 
         self._reference = model
         self.model = self._wrap_peft(self._load_model(model), peft_config)
@@ -142,9 +150,14 @@ class Assembly:
         if config.max_steps is not None:
             return config.max_steps
         if prompts is None or prompts.num_prompts is None:
-            if prompts is None and not 0 < config.warmup_steps < 1:
+            fractions = [
+                f"{name}={value} (a fraction)"
+                for name in ("warmup_steps", "value_lr_warmup_steps")
+                if 0 < (value := getattr(config, name, None) or 0) < 1
+            ]
+            if prompts is None and not fractions:
                 return ENDLESS
-            why = "a streamed dataset" if prompts else f"warmup_steps={config.warmup_steps} (a fraction)"
+            why = "a streamed dataset" if prompts else fractions[0]
             raise ConfigError(f"max_steps must be set for {why}: the number of steps is not known otherwise.")
         return max(1, round((config.num_train_epochs or 1) * prompts.num_prompts / config.prompts_per_step))
 
@@ -176,6 +189,7 @@ class Assembly:
 
             with _seeded(self.generators["init"]):
                 model = get_peft_model(model, peft_config)
+            _refuse_adapted_tied_embeddings(model)
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ConfigError(
                 "an adapter of virtual prompt tokens cannot be trained here: they would shift the positions at which "
@@ -225,7 +239,14 @@ class Assembly:
     def _policies(self, trainer: OnlineRLTrainer, ref_model: Any) -> Policies:
         config = self.config
         device = self.accelerator.device
-        module = ActorCritic(self.model.to(device), self.value_model).to(device)
+        if self.value_model is not None:
+            self.value_model.to(device)
+        module = ActorCritic(self.model.to(device), self.value_model)
+        if not any(value.requires_grad for value in self.model.parameters()):
+            raise ConfigError(
+                "no weight of the model can be trained: every parameter has requires_grad=False. An adapter that was "
+                "loaded for inference does that; load it with PeftModel.from_pretrained(..., is_trainable=True)."
+            )
         # Dropout off, also where a model applies it by rate: two passes over the same tokens must agree.
         module.train(config.gradient_checkpointing)
         if config.gradient_checkpointing:
@@ -281,6 +302,18 @@ def _kl_controller(config: OnlineRLConfig) -> FixedKLController | AdaptiveKLCont
     return FixedKLController(start)
 
 
+def _refuse_adapted_tied_embeddings(model: Any) -> None:
+    """An adapter on input embeddings that are the output layer too would be merged into both, and change the policy."""
+    base = model.get_base_model()
+    embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
+    plain = getattr(embeddings, "base_layer", None)
+    if plain is not None and head is not None and plain.weight is getattr(head, "base_layer", head).weight:
+        raise ConfigError(
+            "the adapter changes the input embeddings, which this model shares with its output layer: merged, it would "
+            "change both. Name them in modules_to_save instead of target_modules, or leave them out."
+        )
+
+
 def _require_same_vocabulary(value_model: Any, policy: Any) -> None:
     """The value model reads the policy's token ids."""
     ours, its = (item.get_input_embeddings().num_embeddings for item in (policy, value_model))
@@ -289,6 +322,16 @@ def _require_same_vocabulary(value_model: Any, policy: Any) -> None:
             f"value_model must know the policy's token ids: it has {its} token embeddings, and the policy has {ours}. "
             f"Pass a model with the policy's tokenizer, or value_model='separate'."
         )
+
+
+def _refuse_value_rates(config: OnlineRLConfig) -> None:
+    """Settings of the critic's own learning rate, which a given optimizer has decided already."""
+    for name in ("value_learning_rate", "value_lr_warmup_steps"):
+        if getattr(config, name, None) is not None:
+            raise ConfigError(
+                f"{name}={getattr(config, name)} is not used where an optimizer is given. Set the rate in the "
+                f"optimizer's own parameter groups, or leave optimizers out."
+            )
 
 
 def _accelerator(*, mixed_precision: str, **arguments: Any) -> Accelerator:

@@ -12,22 +12,23 @@ from torch import Tensor
 
 from quintain.checkpoints.state import Stateful
 from quintain.configs.shared import OnlineRLConfig
-from quintain.errors import ConfigError, RolloutError
-from quintain.kl.estimators import ESTIMATORS
+from quintain.errors import ConfigError
 from quintain.masking import masked_sum
 from quintain.monitor.statistics import StepStatistics, reward_statistics, rollout_statistics
 from quintain.rollout.engine import build_rollouts
 from quintain.trainers.assembly import Assembly
 from quintain.trainers.contract import check_algorithm, checked_estimate, checked_loss
 from quintain.trainers.first_update import FirstUpdateCheck, coarsest_precision
+from quintain.trainers.kl_terms import KLTerms
 from quintain.trainers.manual import ManualLoop
+from quintain.trainers.processes import AcrossProcesses
 from quintain.trainers.run import Run
 from quintain.types import LossOutput, LossTerm, PolicyOutputs, Prompts, Rollouts, SamplingParams, Unit
 
 _log = logging.getLogger(__name__)
 
 
-class OnlineRLTrainer(ManualLoop):
+class OnlineRLTrainer(KLTerms, ManualLoop, AcrossProcesses):
     """Sample completions, score them, move the policy.
 
     A named trainer is a subclass that says how rewards become a training signal (`estimate`) and what the loss is
@@ -51,8 +52,6 @@ class OnlineRLTrainer(ManualLoop):
     config_class: ClassVar[type[OnlineRLConfig]] = OnlineRLConfig
     unit: Unit = "token"
     """What a split into mini-batches and micro-batches keeps whole."""
-    advantage_scale: float = 1.0
-    """What whitening multiplied the advantages of the rollout in use by; an `estimate` that whitens sets it."""
 
     def __init__(
         self,
@@ -156,9 +155,11 @@ class OnlineRLTrainer(ManualLoop):
             losses = {name: losses.get(name, 0.0) + float(mean.detach()) for name, mean in means.items()}
             statistics.observe_policy(outputs, micro)
             statistics.add(loss)
-        statistics.add_losses(losses, self.optimizer.step(leave_out=self.ran_away(statistics)))
+        left_out = self.ran_away(statistics)
+        statistics.add_losses(losses, self.optimizer.step(leave_out=left_out))
         self.first_update.disarm()
-        self.maybe_update_target()
+        if not left_out:
+            self.maybe_update_target()
 
     def maybe_update_target(self) -> None:
         """Move the target policy; called once after every optimizer step."""
@@ -177,26 +178,6 @@ class OnlineRLTrainer(ManualLoop):
     def loss(self, outputs: PolicyOutputs, rollouts: Rollouts) -> LossOutput:
         """The loss of one micro-batch as sums, each naming the unit it will be averaged over."""
         raise NotImplementedError
-
-    @property
-    def kl_loss_coef(self) -> float:
-        """Weight of KL to the reference policy as a term of the loss."""
-        return self.kl_coef
-
-    @property
-    def kl_reward_coef(self) -> float:
-        """Weight of KL to the reference policy as a part of the reward, for an `estimate` that subtracts it."""
-        return 0.0
-
-    @property
-    def kl_direct_coef(self) -> float:
-        """Weight in the loss of the exact KL that is part of the reward.
-
-        Exact KL at a token is a sum over all that might have been drawn there, so no draw can be credited with it: as a
-        reward it speaks to earlier tokens only. Its own gradient comes through the loss, on the scale that advantages
-        have there.
-        """
-        return self.kl_reward_coef * self.advantage_scale if self.config.kl_estimator == "exact" else 0.0
 
     @property
     def slots(self) -> set[str]:
@@ -219,10 +200,6 @@ class OnlineRLTrainer(ManualLoop):
     def aggregate(self, per_token: Tensor, rollouts: Rollouts) -> LossTerm:
         """How per-token losses become a term: by default their sum, to be averaged over tokens."""
         return LossTerm(masked_sum(per_token, rollouts.loss_mask), "token")
-
-    def aggregate_kl(self, per_token: Tensor, rollouts: Rollouts) -> LossTerm:
-        """The same for KL to the reference policy."""
-        return self.aggregate(per_token, rollouts)
 
     # ---- shared pieces --------------------------------------------------------------------------------------------
 
@@ -261,11 +238,6 @@ class OnlineRLTrainer(ManualLoop):
         if config.length_penalty:
             rewards = rewards - config.length_penalty * rollouts.lengths / config.max_completion_length
         return rewards
-
-    @property
-    def kl_coef(self) -> float:
-        """The KL coefficient now in force."""
-        return self.kl_controller.value
 
     @property
     def records_old_logprobs(self) -> bool:
@@ -319,49 +291,6 @@ class OnlineRLTrainer(ManualLoop):
             terms["entropy"] = self.weighted(-self.config.entropy_coef, self.aggregate(outputs.entropy, rollouts))
         return terms
 
-    @property
-    def kl_loss_estimator(self) -> str:
-        """Which estimate of KL a loss uses."""
-        return self.config.kl_estimator
-
-    def kl_to_reference(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
-        """Per-token KL of the online policy to the reference slot, for the loss; 0 outside the mask."""
-        if outputs.exact_kl is not None:
-            return outputs.exact_kl
-        return ESTIMATORS[self.kl_loss_estimator](outputs.logprobs - self.reference_logprobs(rollouts))
-
-    def kl_in_rewards(self, rollouts: Rollouts) -> Tensor:
-        """Per-token KL of the sampling policy to the reference slot, for rewards; 0 outside the mask."""
-        if rollouts.reference_kl is not None:
-            return rollouts.reference_kl
-        return ESTIMATORS[self.config.kl_estimator](rollouts.old_logprobs - self.reference_logprobs(rollouts))
-
-    def reference_logprobs(self, rollouts: Rollouts) -> Tensor:
-        """Log-probabilities under the policy that KL is measured against."""
-        slot = self.config.reference_slot
-        found = getattr(rollouts, f"{slot}_logprobs")
-        if found is None:
-            raise RolloutError(f"the rollouts carry no {slot}_logprobs: policies.annotate did not run on them")
-        return found
-
-    def sum_over_processes(self, count: int) -> int:
-        """A count over all data-parallel processes."""
-        if self.accelerator.num_processes == 1:
-            return count
-        return int(self.accelerator.reduce(torch.tensor(count, device=self.accelerator.device)))
-
-    def total_over_processes(self, value: float) -> float:
-        """A sum over all data-parallel processes."""
-        if self.accelerator.num_processes == 1:
-            return value
-        return float(self.accelerator.reduce(torch.tensor(value, dtype=torch.float64, device=self.accelerator.device)))
-
-    def mean_over_processes(self, value: float) -> float:
-        """The same number in every process, for what all of them must decide alike."""
-        if self.accelerator.num_processes == 1:
-            return value
-        return float(self.accelerator.reduce(torch.tensor(value, device=self.accelerator.device), reduction="mean"))
-
     @staticmethod
     def weighted(coefficient: float, term: LossTerm) -> LossTerm:
         return LossTerm(coefficient * term.total, term.unit)
@@ -379,14 +308,6 @@ class OnlineRLTrainer(ManualLoop):
         statistics.rollouts = rollouts
         self.update_kl_coefficient(rollouts, statistics)
         return statistics
-
-    def update_kl_coefficient(self, rollouts: Rollouts, statistics: StepStatistics) -> None:
-        """Let an adaptive controller see the KL a completion of this step, in nats."""
-        name = {"ref": "ref_kl", "target": "target_kl_gap", "old": "kl"}[self.config.reference_slot]
-        per_token = statistics.mean(name)
-        if per_token is not None and not self.optimizer.policy_stands_still:
-            kl = self.mean_over_processes(per_token * float(rollouts.lengths.float().mean()))
-            self.kl_controller.update(kl, self.sum_over_processes(len(rollouts)))
 
 
 OnlineRLTrainerBase = OnlineRLTrainer

@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from quintain.trainers.base import OnlineRLTrainer
 
 
+def save_models(trainer: OnlineRLTrainer, run: Path) -> None:
+    """All that a run leaves to load: `model/`, and `adapter/` and `value_model/` where it has them."""
+    save_policy(trainer, run / "model")
+    save_adapter(trainer, run / "adapter")
+    save_value_model(trainer, run / "value_model")
+
+
 def save_policy(trainer: OnlineRLTrainer, folder: Path) -> None:
     """The policy and its tokenizer; an adapter is merged into a copy of its base."""
     model = merged(trainer.model)
@@ -31,7 +38,10 @@ def save_value_model(trainer: OnlineRLTrainer, folder: Path) -> None:
     value_model = trainer.policies.module.value_model
     if value_model is None:
         return
-    as_classifier(trainer.model, value_model).save_pretrained(folder)
+    classifier: Any = as_classifier(trainer.model, value_model)
+    if classifier.config.pad_token_id is None:  # without it, the loaded model refuses a batch
+        classifier.config.pad_token_id = trainer.processing_class.pad_token_id
+    classifier.save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from quintain.errors import ConfigError, RewardError, nearest
 from quintain.rollout.engine import rollouts_from_tokens, validate_sampling
 from quintain.trainers.evaluation import evaluate
-from quintain.trainers.export import save_policy
+from quintain.trainers.export import save_models, save_policy, save_value_model
 from quintain.types import Prompts, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
@@ -124,10 +124,26 @@ class ManualLoop:
         """Write the policy and its tokenizer, an adapter merged into its base, so that `from_pretrained` loads them.
 
         Args:
-            output_dir: a folder; by default the run's `model` folder, where `train()` leaves the same.
+            output_dir: a folder for the policy; by default the run's own, in which `train()` leaves the same:
+                `model/`, an `adapter/` where there is one, and `value_model/` where there is a critic.
         """
+        if not self.accelerator.is_main_process:
+            return
+        if output_dir is None:
+            save_models(self, self.run.folder)
+        else:
+            save_policy(self, Path(output_dir))
+
+    def save_value_model(self: OnlineRLTrainer, output_dir: str | Path) -> None:  # type: ignore[misc]
+        """Write the critic as a sequence-classification model with one label, and the tokenizer.
+
+        Raises:
+            ConfigError: this trainer has no critic.
+        """
+        if self.policies.module.value_model is None:
+            raise ConfigError(f"{type(self).__name__} has no value model to save. PPOTrainer has one.")
         if self.accelerator.is_main_process:
-            save_policy(self, self.run.folder / "model" if output_dir is None else Path(output_dir))
+            save_value_model(self, Path(output_dir))
 
     def evaluate(self: OnlineRLTrainer) -> dict[str, float]:  # type: ignore[misc]
         """Mean reward over the evaluation prompts: `eval_reward`, and `eval_rewards/{name}/mean` for each function."""
@@ -135,7 +151,7 @@ class ManualLoop:
             raise ConfigError("evaluate() needs eval_dataset and reward_funcs. Pass both to the trainer.")
         return evaluate(self)
 
-    def log_stats(self, stats: Mapping[str, float], *_ignored: Any) -> None:
+    def log_stats(self, stats: Mapping[str, float], *_ignored: Any, **_also_ignored: Any) -> None:
         """Print a step's main numbers, as `log_training_stats`."""
         log_training_stats(stats)
 
@@ -166,7 +182,8 @@ def changed_sampling(sampling: SamplingParams, changes: Mapping[str, Any]) -> Sa
         ConfigError: an unknown name, or a value that cannot be.
     """
     settings: dict[str, Any] = {"num_generations": 1}
-    known = [*SamplingParams.__dataclass_fields__, *GENERATION_NAMES, *ALWAYS_SO]
+    own = [name for name in SamplingParams.__dataclass_fields__ if name != "num_generations"]
+    known = [*own, *GENERATION_NAMES, *ALWAYS_SO]
     for name, value in changes.items():
         if name not in known:
             raise ConfigError(f"generate() takes {', '.join(known)}: got {name!r}.{nearest(name, known)}")
@@ -174,7 +191,11 @@ def changed_sampling(sampling: SamplingParams, changes: Mapping[str, Any]) -> Sa
             if value != ALWAYS_SO[name]:
                 raise ConfigError(f"generate() has no {name} but {ALWAYS_SO[name]}: got {value!r}. Leave it out.")
             continue
-        settings[GENERATION_NAMES.get(name, name)] = value
+        field = GENERATION_NAMES.get(name, name)
+        if field in settings:
+            raise ConfigError(f"generate() got {field} twice, once by the name {name}. Give one of them.")
+        if value is not None:
+            settings[field] = value
     # What TRL's scripts write for "none": a length of -1, a stop token of -1, a top_k of 0.0.
     settings["min_completion_length"] = max(0, settings.get("min_completion_length", sampling.min_completion_length))
     if "stop_token_ids" in settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from quintain.rewards.compose import clip_totals
 from quintain.trainers.base import OnlineRLTrainer
 from quintain.types import LossOutput, LossTerm, PolicyOutputs, Rollouts
 
-SCALE_FLOOR = 1e-8
-"""Keeps the division by a standard deviation finite where all scores so far are equal (and come out as 0)."""
+FORMER_NAMES = {"config": "args", "tokenizer": "processing_class", "dataset": "train_dataset"}
+"""Arguments of TRL's first PPOTrainer, by their names now."""
 
 
 class PPOTrainer(OnlineRLTrainer):
@@ -47,10 +48,14 @@ class PPOTrainer(OnlineRLTrainer):
     def __init__(
         self, model: Any, reward_funcs: Any = None, *args: Any, reward_model: Any = None, **kwargs: Any
     ) -> None:
+        for old, new in FORMER_NAMES.items():
+            if old in kwargs:
+                kwargs[new] = kwargs.pop(old)
         if reward_model is not None:
             given = [] if reward_funcs is None else reward_funcs
             reward_funcs = [*(given if isinstance(given, list | tuple) else [given]), reward_model]
         self.score_moments = RunningMoments()
+        self.critic_arguments = len(inspect.signature(self.critic_loss).parameters)
         super().__init__(model, reward_funcs, *args, **kwargs)
 
     @property
@@ -83,24 +88,32 @@ class PPOTrainer(OnlineRLTrainer):
         """Scores become per-token rewards, and these become advantages and returns."""
         mask = rollouts.loss_mask
         scores, token_rewards, statistics = self.scale_scores(rollouts)
-        slot_logprobs = getattr(rollouts, f"{self.config.reference_slot}_logprobs")
-        # An override with the usual four parameters must work; only the exact estimator has more to tell.
-        exact = {} if rollouts.reference_kl is None else {"kl": rollouts.reference_kl}
-        returned = self.compute_rewards(
-            scores,
-            rollouts.old_logprobs,
-            rollouts.old_logprobs if slot_logprobs is None else slot_logprobs,
-            masks=mask,
-            **exact,
-        )
-        rewards = per_token_rewards(returned, mask)
+        logprobs, ref_logprobs = self.logprobs_for_rewards(rollouts)
+        # All tokens of a completion, also of one that is left out of the loss: a hook may look for the last of them.
+        returned = self.compute_rewards(scores, logprobs, ref_logprobs, rollouts.completion_mask)
+        rewards = per_token_rewards(returned, rollouts.completion_mask)
         if token_rewards is not None:
             rewards = spread_intermediate(rewards, token_rewards, mask)
+        self.advantage_scale = reward_scale = 1.0
         if self.config.whiten_rewards:
+            reward_scale = whitening_scale(rewards, mask)
             rewards = masked_whiten(rewards, mask, shift_mean=False)
         advantages, returns = self.compute_advantages(rollouts.values, rewards, mask)
+        self.advantage_scale *= reward_scale
         statistics["explained_variance"] = explained_variance(rollouts.values, returns, mask)
         return rollouts.replace(advantages=advantages, returns=returns, statistics=statistics)
+
+    def logprobs_for_rewards(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        """Log-probabilities under the sampling and the reference policy, `[batch, completion]`, copies.
+
+        Under `kl_estimator="exact"` the second are such that the difference is the exact KL, so that every
+        `compute_rewards` that subtracts them works.
+        """
+        old = rollouts.old_logprobs
+        if rollouts.reference_kl is not None:
+            return old.clone(), old - rollouts.reference_kl
+        reference = getattr(rollouts, f"{self.config.reference_slot}_logprobs")
+        return old.clone(), (old if reference is None else reference).clone()
 
     def scale_scores(self, rollouts: Rollouts) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         """Scores `[batch]` by `scale_rewards` and `score_clip`, intermediate rewards by the same scale, and statistics.
@@ -110,10 +123,9 @@ class PPOTrainer(OnlineRLTrainer):
         scores, parts, statistics = rollouts.rewards, rollouts.token_rewards, {}
         if self.config.scale_rewards != "none":
             moments = self.score_moments if self.config.scale_rewards == "running" else RunningMoments()
-            moments.update(scores[rollouts.scored], self.total_over_processes)
-            scale = 1.0 / (moments.std + SCALE_FLOOR)
-            scores = torch.where(rollouts.scored, (scores - moments.mean) * scale, 0.0)
-            parts = None if parts is None else parts * scale
+            moments.update(scores[rollouts.scored], self.sum_over_processes)
+            scores = torch.where(rollouts.scored, (scores - moments.mean) * moments.scale, 0.0)
+            parts = None if parts is None else parts * moments.scale
             statistics = {"score_mean": moments.mean, "score_std": moments.std}
         if self.config.score_clip is not None:
             clipped, factor = clip_totals(scores, (-self.config.score_clip, self.config.score_clip))
@@ -122,12 +134,7 @@ class PPOTrainer(OnlineRLTrainer):
         return scores, parts, statistics
 
     def compute_rewards(
-        self,
-        scores: Tensor,
-        logprobs: Tensor,
-        ref_logprobs: Tensor,
-        masks: Tensor | None = None,
-        kl: Tensor | None = None,
+        self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Per-token rewards: minus `kl_coef` times KL at every valid token, plus the score at the last one.
 
@@ -135,15 +142,14 @@ class PPOTrainer(OnlineRLTrainer):
             scores: `[batch]`.
             logprobs, ref_logprobs: `[batch, completion]`, of the sampling and the reference policy, in nats.
             masks: `[batch, completion]`, True on valid tokens; all valid if omitted.
-            kl: per-token KL, where it was computed exactly; else estimated from the log-probabilities.
         Returns:
-            The rewards and the part of them that is not the score, both `[batch, completion]`, 0 outside the mask.
+            The rewards and the part of them that is not the score, both `[batch, completion]`, 0 outside the mask. An
+            override has more freedom: see `per_token_rewards`.
         """
         masks = torch.ones_like(logprobs, dtype=torch.bool) if masks is None else masks
-        if kl is None:
-            kl = ESTIMATORS["k1" if self.config.kl_estimator == "exact" else self.config.kl_estimator](
-                logprobs - ref_logprobs
-            )
+        # The exact KL, where that is asked for, is the difference already.
+        estimator = "k1" if self.config.kl_estimator == "exact" else self.config.kl_estimator
+        kl = ESTIMATORS[estimator](logprobs - ref_logprobs)
         non_score = torch.where(masks, -self.kl_reward_coef * kl, 0.0)
         return non_score + at_last_token(scores, masks), non_score
 
@@ -168,7 +174,8 @@ class PPOTrainer(OnlineRLTrainer):
         ratio = probability_ratio((outputs.logprobs - rollouts.old_logprobs)[mask])
         advantages = rollouts.advantages[mask]
         actor = self.actor_loss(ratio, advantages)
-        critic = self.critic_loss(outputs.values[mask], rollouts.returns[mask], rollouts.values[mask])
+        values = (outputs.values[mask], rollouts.returns[mask], rollouts.values[mask])
+        critic = self.critic_loss(*values[: self.critic_arguments])
         clipped = clipped_tokens(ratio.detach(), advantages, **self.clip_bounds)
         return LossOutput(
             {
@@ -188,7 +195,10 @@ class PPOTrainer(OnlineRLTrainer):
         return clipped_surrogate_from_ratio(ratio, advantages, **self.clip_bounds)
 
     def critic_loss(self, values: Tensor, returns: Tensor, old_values: Tensor) -> Tensor:
-        """Half the larger of the clipped and unclipped squared errors, `[tokens]`; an override may return the mean."""
+        """Half the larger of the clipped and unclipped squared errors, `[tokens]`; an override may return the mean.
+
+        An override may also do without `old_values`, and take values and returns alone.
+        """
         return clipped_value_loss(values, old_values, returns, clip_range=self.config.cliprange_value)
 
     @property

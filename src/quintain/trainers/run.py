@@ -27,7 +27,7 @@ from quintain.report.render import write_report
 from quintain.trackers import ConsoleTracker, JsonlTracker
 from quintain.trainers.callbacks import Callbacks
 from quintain.trainers.evaluation import evaluate
-from quintain.trainers.export import save_adapter, save_policy, save_value_model
+from quintain.trainers.export import save_models
 
 if TYPE_CHECKING:
     from quintain.trainers.base import OnlineRLTrainer
@@ -257,9 +257,7 @@ class Run:
         if unfinished or self.config.save_steps:
             checkpoint = self.save_checkpoint()
         if self.is_main and not self.interrupted:
-            save_policy(self.trainer, self.folder / "model")
-            save_adapter(self.trainer, self.folder / "adapter")
-            save_value_model(self.trainer, self.folder / "value_model")
+            save_models(self.trainer, self.folder)
         self._close_trackers()
         if self.is_main:
             write_report([self.folder])  # after the trackers have written their last line
