@@ -29,7 +29,7 @@ class MixedRewardTrainer(PPOTrainer):
         rewards = torch.where(masks, -self.kl_coef * kl, 0.0)
         last = masks.sum(dim=1) - 1
         rewards[torch.arange(len(rewards)), last] += scores
-        return rewards, rewards
+        return rewards
 
 
 class Monitor:

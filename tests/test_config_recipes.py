@@ -229,7 +229,15 @@ def test_recipes_are_found_by_name_and_unknown_names_list_the_known(tmp_path, mo
 
 
 def test_the_expected_recipes_are_shipped():
-    expected = {"quickstart", "quickstart-grpo", "quickstart-rloo", "quickstart-ppo", "tiny", "arithmetic", "arithmetic-ppo"}
+    expected = {
+        "quickstart",
+        "quickstart-grpo",
+        "quickstart-rloo",
+        "quickstart-ppo",
+        "tiny",
+        "arithmetic",
+        "arithmetic-ppo",
+    }
     assert expected <= set(SHIPPED)
 
 

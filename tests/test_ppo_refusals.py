@@ -140,6 +140,27 @@ def test_a_critic_loss_of_values_and_returns_alone_is_enough(make_trainer):
     assert first_loss(Squared) == pytest.approx(first_loss(PPOTrainer), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("hook", "returned", "message"),
+    [
+        ("actor_loss", lambda ratio, *_: ratio[:2], r"actor_loss must return the loss of each of the \d+ valid tokens"),
+        ("critic_loss", lambda values, *_: values[:, None], r"critic_loss must return .* got a tensor \[\d+, 1\]"),
+        ("actor_loss", lambda *_: None, "got NoneType"),
+        (
+            "compute_advantages",
+            lambda values, *_: values,
+            r"two tensors \[8, 2\], advantages and returns: got \[8, 2\]",
+        ),
+        ("compute_advantages", lambda values, *_: (values, values[0]), r"got \[8, 2\], \[2\]"),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_told_what_it_should(hook, returned, message, make_trainer):
+    """S37, S53."""
+    own = type("Own", (PPOTrainer,), {hook: lambda self, *arguments: returned(*arguments)})
+    with pytest.raises(TypeError, match=message):
+        make_trainer(own).run_step()
+
+
 # ---- scores ---------------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +221,21 @@ def test_settings_of_a_critic_that_is_given_otherwise_are_refused(make_trainer):
         make_trainer(PPOTrainer, model=model, value_learning_rate=1e-3, trainer=given)
 
 
+def test_a_loop_of_ones_own_is_not_left_to_learn_nothing(make_trainer):
+    """S26, S38: past the end of a falling schedule."""
+    trainer = make_trainer(PPOTrainer, max_steps=1)
+    trainer.step(["01=", "10="], ["10", "01"], [1.0, 0.0])
+    with pytest.raises(ConfigError, match=r"step 2 is past max_steps=1, where the learning rate has fallen to 0"):
+        trainer.step(["01=", "10="], ["10", "01"], [1.0, 0.0])
+
+
+def test_a_misspelt_choice_of_value_model_is_not_taken_for_a_models_name():
+    """S50."""
+    with pytest.raises(ConfigError, match="Did you mean 'separate'"):
+        PPOConfig(value_model="seperate")
+    assert PPOConfig(value_model="my-org/reward-model").value_model == "my-org/reward-model"
+
+
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +268,23 @@ def test_the_arguments_of_trls_first_trainer_are_taken_by_name_and_explained_by_
     trainer.log_stats({"step": 1, "reward": 0.5}, {"query": []}, [0.5], columns_to_log=["query"])
     with pytest.raises(ConfigError, match="in the order model, reward_funcs, args: got a PPOConfig as model"):
         PPOTrainer(config, tiny())
+
+
+def test_a_reward_model_that_would_be_trained_as_the_critic_is_refused(make_trainer):
+    """S42, S57: its scores would follow the training."""
+    judge = load_model("scratch:tiny", model_init_kwargs=OPTIONS, head="sequence_classification")
+    given = {"value_model": judge, "reward_model": judge}
+    with pytest.raises(ConfigError, match=r"given as value_model is a reward model too.*deepcopy"):
+        make_trainer(PPOTrainer, reward_funcs=None, trainer=given)
+
+
+def test_one_argument_under_two_names_is_refused(tiny_settings, reversal):
+    """S38."""
+    config = PPOConfig(**tiny_settings)
+    with pytest.raises(ConfigError, match="config is the former name of args, and both were given"):
+        PPOTrainer("scratch:tiny", args=config, config=config)
+    with pytest.raises(ConfigError, match="peft_config must be a PEFT configuration"):
+        PPOTrainer("scratch:tiny", args=config, peft_config={"r": 2})
 
 
 def test_a_manual_loop_saves_its_critic_too(make_trainer, tmp_path):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from quintain.configs.rules import Number, OneOf, Rule
 from quintain.configs.shared import OnlineRLConfig
-from quintain.errors import ConfigError
+from quintain.errors import ConfigError, nearest
 
 
 @dataclass
@@ -130,6 +130,9 @@ class PPOConfig(OnlineRLConfig):
             )
         if self.kl_in_loss > 0 and self.kl_estimator == "k1":
             self.notes.append("kl_in_loss is estimated by k2, since k1 in a loss has an expected gradient of zero.")
+        known = ("shared", "separate")
+        if self.value_model not in known and (meant := nearest(str(self.value_model), known)):
+            raise ConfigError(f"value_model={self.value_model!r} is neither of {known}, nor a model's name.{meant}")
         if self.detach_value_head and self.value_model != "shared":
             raise ConfigError(
                 f"detach_value_head=True concerns a head on the policy's own backbone, and value_model="

@@ -184,7 +184,8 @@ def missing_prompt_column(columns: Sequence[str]) -> str:
     source = next((name for name in usual if name in columns), columns[0] if columns else "NAME")
     return (
         f'The dataset has no column "prompt". It has: {", ".join(columns) or "none"}. '
-        f"Rename the one that holds the prompts: dataset_columns: {{{source}: prompt}}"
+        f"Rename the one that holds the prompts, as text or chat messages: dataset_columns: {{{source}: prompt}} in a "
+        f"recipe, dataset.rename_column({source!r}, 'prompt') in Python"
     )
 
 

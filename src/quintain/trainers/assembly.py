@@ -185,8 +185,13 @@ class Assembly:
 
     def _wrap_peft(self, model: Any, peft_config: Any) -> Any:
         if peft_config is not None:
-            from peft import get_peft_model
+            from peft import PeftConfig, get_peft_model
 
+            if not isinstance(peft_config, PeftConfig):
+                raise ConfigError(
+                    f"peft_config must be a PEFT configuration, such as LoraConfig(r=16): got {peft_config!r}. Only a "
+                    f"recipe takes a mapping: peft: {{r: 16}}."
+                )
             with _seeded(self.generators["init"]):
                 model = get_peft_model(model, peft_config)
             _refuse_adapted_tied_embeddings(model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from quintain.errors import ConfigError
 from quintain.types import LossOutput, LossTerm, Rollouts
 
@@ -47,3 +49,26 @@ def checked_loss(result: Any, trainer: object) -> LossOutput:
                 f"rollouts) returns: got {type(term).__name__}."
             )
     return result
+
+
+def checked_tokens(result: Any, tokens: int, trainer: object, name: str) -> Tensor:
+    """What a hook such as `actor_loss` returned, if it is the loss of each valid token or their mean."""
+    if isinstance(result, Tensor) and result.shape in ((), (tokens,)):
+        return result
+    got = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    raise TypeError(
+        f"{type(trainer).__name__}.{name} must return the loss of each of the {tokens} valid tokens, or their mean: "
+        f"got {got}."
+    )
+
+
+def checked_advantages(result: Any, mask: Tensor, trainer: object) -> tuple[Tensor, Tensor]:
+    """What `compute_advantages` returned, if it is advantages and returns of every token."""
+    parts = result if isinstance(result, tuple) else (result,)
+    if len(parts) == 2 and all(isinstance(part, Tensor) and part.shape == mask.shape for part in parts):
+        return parts
+    shapes = ", ".join(str(list(part.shape)) if isinstance(part, Tensor) else type(part).__name__ for part in parts)
+    raise TypeError(
+        f"{type(trainer).__name__}.compute_advantages must return two tensors {list(mask.shape)}, advantages and "
+        f"returns: got {shapes}."
+    )

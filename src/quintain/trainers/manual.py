@@ -74,9 +74,17 @@ class ManualLoop:
             group_ids: equal for completions of one prompt; by default, queries with the same tokens form a group.
             sampling_logprobs: of the response tokens under the policy that sampled, in nats, if that was not the online
                 policy as it is now: ratios to it then correct for the difference (importance sampling, S17).
+        Raises:
+            ConfigError: the learning rate has fallen to 0, at the end of `max_steps`.
+            RewardError: scores are not one finite number a response.
         Returns:
             The metrics of the step, with `mean_reward`, `clip_frac` and `value_loss` beside their full names.
         """
+        if not any(self.optimizer.learning_rates().values()):
+            raise ConfigError(
+                f"step {self.run.step + 1} is past max_steps={self.max_steps}, where the learning rate has fallen to 0. "
+                f"Leave max_steps unset in a loop of your own, raise it, or set lr_scheduler_type='constant'."
+            )
         query_ids = self._token_ids(queries)
         rollouts = rollouts_from_tokens(
             query_ids,

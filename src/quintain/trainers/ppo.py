@@ -6,13 +6,14 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quintain.advantages.gae import gae
 from quintain.advantages.moments import RunningMoments
 from quintain.advantages.token_rewards import at_last_token, per_token_rewards, spread_intermediate
 from quintain.checkpoints.state import Stateful
 from quintain.configs.algorithms import PPOConfig
+from quintain.errors import ConfigError
 from quintain.kl.estimators import ESTIMATORS
 from quintain.masking import masked_whiten, sum_from_mean, whitening_scale
 from quintain.monitor.statistics import explained_variance
@@ -24,6 +25,7 @@ from quintain.objectives.clip import (
 )
 from quintain.rewards.compose import clip_totals
 from quintain.trainers.base import OnlineRLTrainer
+from quintain.trainers.contract import checked_advantages, checked_tokens
 from quintain.types import LossOutput, LossTerm, PolicyOutputs, Rollouts
 
 FORMER_NAMES = {"config": "args", "tokenizer": "processing_class", "dataset": "train_dataset"}
@@ -49,11 +51,14 @@ class PPOTrainer(OnlineRLTrainer):
         self, model: Any, reward_funcs: Any = None, *args: Any, reward_model: Any = None, **kwargs: Any
     ) -> None:
         for old, new in FORMER_NAMES.items():
+            if old in kwargs and new in kwargs:
+                raise ConfigError(f"{old} is the former name of {new}, and both were given. Pass {new} only.")
             if old in kwargs:
                 kwargs[new] = kwargs.pop(old)
         if reward_model is not None:
             given = [] if reward_funcs is None else reward_funcs
             reward_funcs = [*(given if isinstance(given, list | tuple) else [given]), reward_model]
+        _refuse_a_trained_judge(model, kwargs.get("value_model"), reward_funcs)
         self.score_moments = RunningMoments()
         self.critic_arguments = len(inspect.signature(self.critic_loss).parameters)
         super().__init__(model, reward_funcs, *args, **kwargs)
@@ -98,7 +103,7 @@ class PPOTrainer(OnlineRLTrainer):
         if self.config.whiten_rewards:
             reward_scale = whitening_scale(rewards, mask)
             rewards = masked_whiten(rewards, mask, shift_mean=False)
-        advantages, returns = self.compute_advantages(rollouts.values, rewards, mask)
+        advantages, returns = checked_advantages(self.compute_advantages(rollouts.values, rewards, mask), mask, self)
         self.advantage_scale *= reward_scale
         statistics["explained_variance"] = explained_variance(rollouts.values, returns, mask)
         return rollouts.replace(advantages=advantages, returns=returns, statistics=statistics)
@@ -179,8 +184,8 @@ class PPOTrainer(OnlineRLTrainer):
         clipped = clipped_tokens(ratio.detach(), advantages, **self.clip_bounds)
         return LossOutput(
             {
-                "policy": self.token_sum(actor, mask),
-                "value": self.weighted(self.config.vf_coef, self.token_sum(critic, mask)),
+                "policy": self.token_sum("actor_loss", actor, mask),
+                "value": self.weighted(self.config.vf_coef, self.token_sum("critic_loss", critic, mask)),
             },
             means={"clip_fraction": (clipped.to(ratio.dtype).sum(), mask.sum())},
         )
@@ -210,7 +215,18 @@ class PPOTrainer(OnlineRLTrainer):
     def clip_bounds(self) -> dict[str, Any]:
         return {"clip_range": self.config.cliprange, "dual_clip": self.config.dual_clip}
 
-    @staticmethod
-    def token_sum(losses: Tensor, mask: Tensor) -> LossTerm:
+    def token_sum(self, hook: str, losses: Tensor, mask: Tensor) -> LossTerm:
         """A hook's result as a sum over tokens, whether it returned each token's loss or their mean."""
+        losses = checked_tokens(losses, int(mask.sum()), self, hook)
         return LossTerm(sum_from_mean(losses, mask) if losses.ndim == 0 else losses.sum(), "token")
+
+
+def _refuse_a_trained_judge(model: Any, value_model: Any, reward_funcs: Any) -> None:
+    """A model that is trained cannot be the one that scores as well: its scores would follow the training."""
+    judges = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    for name, trained in (("model", model), ("value_model", value_model)):
+        if isinstance(trained, nn.Module) and any(trained is judge for judge in judges):
+            raise ConfigError(
+                f"the {type(trained).__name__} given as {name} is a reward model too, and would be trained while it "
+                f"scores. Load it a second time, or pass a copy: copy.deepcopy({name})."
+            )

@@ -122,7 +122,11 @@ class Run:
         if self.is_main:
             fresh = checkpoint is None and not self._begun
             if fresh and (earlier := set_aside_run(self.folder)) is not None:
-                print(f"note: the run that was in {self.folder} is now in {earlier}.", file=sys.stderr)
+                print(
+                    f"note: the run that was in {self.folder} is now in {earlier}. To go on with it instead: quintain "
+                    f"train --resume {earlier}",
+                    file=sys.stderr,
+                )
             write_config(self.folder, self.settings)
         self._begun = True
         self._open_trackers()
@@ -214,7 +218,7 @@ class Run:
         return True
 
     def _watch_for_nonfinite(self, row: dict[str, float]) -> None:
-        self._nonfinite = 0 if math.isfinite(row["grad_norm"]) else self._nonfinite + 1
+        self._nonfinite = 0 if math.isfinite(row.get("grad_norm", 0.0)) else self._nonfinite + 1
         if self._nonfinite >= MAX_NONFINITE_STEPS:
             raise RolloutError(
                 f"the gradient was not finite in {self._nonfinite} steps in a row (step {self.step}); updates "
