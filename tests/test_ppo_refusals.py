@@ -225,7 +225,7 @@ def test_a_loop_of_ones_own_is_not_left_to_learn_nothing(make_trainer):
     """S26, S38: past the end of a falling schedule."""
     trainer = make_trainer(PPOTrainer, max_steps=1)
     trainer.step(["01=", "10="], ["10", "01"], [1.0, 0.0])
-    with pytest.raises(ConfigError, match=r"step 2 is past max_steps=1, where the learning rate has fallen to 0"):
+    with pytest.raises(ConfigError, match=r"step 2 is past max_steps=1: the learning rate has fallen to 0"):
         trainer.step(["01=", "10="], ["10", "01"], [1.0, 0.0])
 
 

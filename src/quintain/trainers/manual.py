@@ -82,7 +82,7 @@ class ManualLoop:
         """
         if not any(self.optimizer.learning_rates().values()):
             raise ConfigError(
-                f"step {self.run.step + 1} is past max_steps={self.max_steps}, where the learning rate has fallen to 0. "
+                f"step {self.run.step + 1} is past max_steps={self.max_steps}: the learning rate has fallen to 0. "
                 f"Leave max_steps unset in a loop of your own, raise it, or set lr_scheduler_type='constant'."
             )
         query_ids = self._token_ids(queries)
