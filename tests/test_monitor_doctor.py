@@ -150,6 +150,11 @@ SICK = {
     "clip_fraction_high": (GRPO, 50, {"clip_fraction": 0.45}),
     "explained_variance_negative": (PPO, 50, {"explained_variance": -0.8}),
     "value_loss_unsettled": (PPO, 150, {"loss__value": 5.0}),
+    "value_gradient_drowns_policy": (
+        {**PPO, "max_grad_norm": 1.0},
+        100,
+        {"value_grad_norm": 1e4, "grad_norm": 1.0001e4},
+    ),
     "updates_left_out": (PPO, 100, {"updates_skipped": 1.0}),
     "kl_negative": (PPO, 100, {"reward_kl__k1": -0.05}),
     "target_not_moving": (GRPO, 1, {"target_kl_gap": 0.0}),
@@ -422,6 +427,21 @@ def test_advice_about_the_critic_names_its_settings_and_no_fixed_ratio(rule: str
     for name in (*names, "value_model: separate"):
         assert f"`{name}`" in advice
     assert "times" not in advice
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({"value_max_grad_norm": 1.0}, {"value_grad_norm": 1e4, "grad_norm": 1.0001e4}),  # clipped by itself
+        ({}, {"value_grad_norm": 40.0, "grad_norm": 80.0}),  # the policy has its half
+        ({}, {"value_grad_norm": 1.99, "grad_norm": 2.0}),  # clipping takes half: no more than usual
+        ({"max_grad_norm": None}, {"value_grad_norm": 1e4, "grad_norm": 1e4}),  # nothing is clipped
+    ],
+)
+def test_a_large_gradient_of_the_critic_is_healthy_where_it_takes_nothing_from_the_policy(settings, changes) -> None:
+    settings = {**PPO, "max_grad_norm": 1.0, **settings}
+    rows = with_changes(healthy_run(2, settings), 100, **changes)
+    assert fired(settings, rows, "value_gradient_drowns_policy") == []
 
 
 def test_tied_groups_do_not_concern_algorithms_without_a_group_baseline() -> None:

@@ -55,6 +55,24 @@ def explained_variance_negative(
     )
 
 
+def value_gradient_drowns_policy(history: History, *, share: float, excess: float, steps: int) -> Sighting | None:
+    """Clipping shrinks the policy's update because the value model's gradient is nearly all of the whole."""
+    limit = history.setting("max_grad_norm", 0.0)
+    if not limit or history.setting("value_max_grad_norm", 0.0):
+        return None
+    norms = history.table("value_grad_norm", "grad_norm", rows=min(steps, history.policy_steps))
+    if len(norms) < steps:
+        return None
+    part, whole = median(value / max(all_, 1e-12) for value, all_ in norms), median(all_ for _, all_ in norms)
+    if part < share or whole < excess * limit:
+        return None
+    return Sighting(
+        f"the value model's gradient is {part:.1%} of a gradient of {whole:.3g}, which is clipped to {limit:g}",
+        {"value_grad_norm/grad_norm": part, "grad_norm": whole, "max_grad_norm": limit},
+        size=whole / limit,
+    )
+
+
 def _spread_has_shrunk(history: History, *, share: float, steps: int) -> bool:
     """Whether rewards vary much less than at the start, so that any error is large beside the variance of returns."""
     first, now = history.first("reward_std"), history.typical("reward_std", steps)
@@ -107,5 +125,25 @@ CRITIC_RULES = (
             "the critic; GRPO, RLOO and TPO need none. See the critic in tuning.md."
         ),
         check=explained_variance_negative,
+    ),
+    Rule(
+        name="value_gradient_drowns_policy",
+        stage="optimisation",
+        severity="warn",
+        action="warn",
+        sees=(
+            "Over {steps} steps in which the policy moves, `value_grad_norm` has a median of more than {share:.0%} of "
+            "`grad_norm`, and that is more than {excess} times `max_grad_norm`, with `value_max_grad_norm` unset."
+        ),
+        limits={"share": 0.95, "excess": 5, "steps": 10},
+        meaning=(
+            "One limit holds for policy and critic together: the value model's errors are so large, mostly because "
+            "scores are, that clipping leaves the policy next to nothing."
+        ),
+        advice=(
+            "Bring scores to size 1 with `scale_rewards: running` (and choose `kl_coef` anew), or bound them with "
+            "`reward_clip`. `value_max_grad_norm` clips the critic by itself."
+        ),
+        check=value_gradient_drowns_policy,
     ),
 )
