@@ -140,7 +140,8 @@ def classifier_from(language_model: Any) -> Any:
     """A sequence-classification model with one label, a copy of the language model's backbone, and a head of zeros."""
     from transformers import AutoModelForSequenceClassification
 
-    config = type(language_model.config).from_dict({**language_model.config.to_dict(), "num_labels": 1})
+    labels = {"num_labels": 1, "id2label": {0: "value"}, "label2id": {"value": 0}}
+    config = type(language_model.config).from_dict({**language_model.config.to_dict(), **labels})
     with torch.device("cpu"):
         classifier = AutoModelForSequenceClassification.from_config(config)
     classifier.base_model.load_state_dict(language_model.base_model.state_dict())
