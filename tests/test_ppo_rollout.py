@@ -6,11 +6,10 @@ import copy
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_tokenizer
+from first_update_rollouts import scored_rollouts, trainer_on_gpt2
 
 from quintain import PPOConfig, PPOTrainer, RolloutError
 from quintain.policies.loading import load_model
-from quintain.types import Prompts
 
 ZERO = 4
 """The token "0" of a tokenizer for "01="."""
@@ -103,8 +102,6 @@ def test_every_token_is_recorded_as_the_model_alone_sees_it(temperature, opinion
 
 # ---- T06: the first update is on-policy ---------------------------------------------------------------------
 
-PROMPTS = Prompts([[5, 6, 7], [5, 6, 7, 8, 9, 10, 11, 12, 13]], ["short", "long"])
-
 
 class Watched(PPOTrainer):
     """Keeps what `actor_loss` was given."""
@@ -120,30 +117,12 @@ class Watched(PPOTrainer):
 
 @pytest.fixture
 def on_gpt2(tmp_path):
-    """Absolute positions, dropout 0.1 in the model's config, temperature 0.7, two epochs of reuse."""
-    config = PPOConfig(
-        output_dir=str(tmp_path),
-        num_generations=4,
-        prompts_per_step=2,
-        max_completion_length=4,
-        min_completion_length=4,
-        temperature=0.7,
-        num_epochs=2,
-        learning_rate=1e-2,
-        max_steps=10,
-    )
-    return Watched(tiny_model("gpt2"), None, config, processing_class=tiny_tokenizer())
-
-
-def scored(trainer):
-    rollouts = trainer.complete(PROMPTS, trainer.sampling, trainer.generators["rollout"])
-    rewards = torch.arange(len(rollouts), dtype=torch.float32)
-    return rollouts.replace(rewards=rewards, scored=torch.ones(len(rollouts), dtype=torch.bool))
+    return trainer_on_gpt2(Watched, tmp_path)
 
 
 def test_the_first_update_has_ratio_1_and_the_second_has_not(on_gpt2):
     """T06."""
-    on_gpt2.fit(scored(on_gpt2))
+    on_gpt2.fit(scored_rollouts(on_gpt2))
     first, second = on_gpt2.ratios
     assert (first - 1).abs().max() <= 1e-5
     assert (second - 1).abs().max() > 1e-4
@@ -152,7 +131,7 @@ def test_the_first_update_has_ratio_1_and_the_second_has_not(on_gpt2):
 def test_kl_and_clip_fraction_of_the_first_update_are_0(on_gpt2):
     """T06, S43."""
     on_gpt2.config.num_epochs = 1
-    row = on_gpt2.fit(scored(on_gpt2)).result()
+    row = on_gpt2.fit(scored_rollouts(on_gpt2)).result()
     assert abs(row["kl"]) <= 1e-6 and row["clip_fraction"] == 0 and abs(row["ref_kl"]) <= 1e-6
     assert row["grad_norm"] > 0
 
@@ -160,7 +139,7 @@ def test_kl_and_clip_fraction_of_the_first_update_are_0(on_gpt2):
 def test_each_row_is_scored_as_it_is_alone_without_padding(on_gpt2):
     """T06: prompts of 3 and 9 tokens in one batch."""
     start = copy.deepcopy(on_gpt2.model)
-    rollouts = on_gpt2.fit(scored(on_gpt2)).rollouts
+    rollouts = on_gpt2.fit(scored_rollouts(on_gpt2)).rollouts
     for row in range(len(rollouts)):
         logits, _, completion = logits_alone(start, rollouts, row)
         logprobs = (logits / 0.7).log_softmax(dim=1)[torch.arange(4), completion]
@@ -178,5 +157,5 @@ def test_doubled_old_logprobs_stop_ppo_before_any_weight_moves(on_gpt2, monkeypa
     monkeypatch.setattr(on_gpt2.policies, "annotate", doubled)
     before = [value.detach().clone() for value in on_gpt2.policies.parameters.values()]
     with pytest.raises(RolloutError, match=r"on-policy.*No weight was changed"):
-        on_gpt2.fit(scored(on_gpt2))
+        on_gpt2.fit(scored_rollouts(on_gpt2))
     assert all(torch.equal(old, new) for old, new in zip(before, on_gpt2.policies.parameters.values()))

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_tokenizer
+from first_update_rollouts import scored_rollouts, trainer_on_gpt2
 
 from quintain import ConfigError, GRPOConfig, GRPOTrainer, RolloutError
-from quintain.types import Prompts
-
-PROMPTS = Prompts([[5, 6, 7], [5, 6, 7, 8, 9, 10, 11, 12, 13]], ["short", "long"])
 
 
 @pytest.fixture
 def trainer(tmp_path):
-    """GPT-2 style, absolute positions, dropout 0.1 in its config, two epochs of reuse at temperature 0.7."""
-    config = GRPOConfig(
-        output_dir=str(tmp_path),
-        num_generations=4,
-        prompts_per_step=2,
-        max_completion_length=4,
-        min_completion_length=4,
-        temperature=0.7,
-        num_epochs=2,
-        learning_rate=1e-2,
-        max_steps=10,
-    )
-    return GRPOTrainer(tiny_model("gpt2"), None, config, processing_class=tiny_tokenizer())
-
-
-def scored_rollouts(trainer):
-    rollouts = trainer.complete(PROMPTS, trainer.sampling, trainer.generators["rollout"])
-    rewards = torch.arange(len(rollouts), dtype=torch.float32)
-    return rollouts.replace(rewards=rewards, scored=torch.ones(len(rollouts), dtype=torch.bool))
+    return trainer_on_gpt2(GRPOTrainer, tmp_path)
 
 
 def test_first_update_has_ratio_one_and_the_second_has_not(trainer):
