@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -25,10 +24,10 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations, takewhile
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -37,14 +36,10 @@ from quintain.checkpoints.store import list_checkpoints
 from quintain.configs.load import Recipe, load_recipe, parse_arguments, read_recipe, recipe_from_dict
 from quintain.errors import ConfigError, QuintainError
 from quintain.monitor.runs import read_metrics
+from quintain.report.intervals import t_interval
 from quintain.report.plots import smooth
 from quintain.report.render import write_report
 
-# 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom. Beyond, the last one makes the interval a bit wide.
-T_QUANTILES = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-)
 REWARDS = {
     "reward_first": "reward, first {n}",
     "reward_last": "reward, last {n}",
@@ -306,18 +301,10 @@ def intervals(runs: Iterable[dict[str, float | None]]) -> dict[str, dict[str, fl
     runs = list(runs)
     columns = {key: [run.get(key) for run in runs] for key in runs[0]} if runs else {}
     return {
-        key: t_interval([value for value in values if value is not None])
+        key: asdict(t_interval([value for value in values if value is not None]))
         for key, values in columns.items()
         if None not in values
     }
-
-
-def t_interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean of the values and half the width of its 95% interval; one value alone has no interval."""
-    if len(values) < 2:
-        return {"mean": values[0], "half_width": None}
-    quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
-    return {"mean": fmean(values), "half_width": quantile * stdev(values) / math.sqrt(len(values))}
 
 
 def difference(recipes: dict[str, Any], first: str, second: str) -> dict[str, Any]:

@@ -79,6 +79,18 @@ def test_easy_and_hard_problems_come_equally_often(level):
     assert sum(len(re.findall(r"\d", row["prompt"][0]["content"])) == 2 for row in few_easy) == 100
 
 
+def test_arithmetic_keeps_a_test_split_of_the_same_kind_out_of_training():
+    """One digit has 100 sums: 20 are tested, so that only 80 are left to train on."""
+    splits = arithmetic(level=1, digits=3, size=300, test=60)
+    train, test = ([row["prompt"][0]["content"] for row in splits[name]] for name in ("train", "test"))
+    assert (len(train), len(test)) == (300, 60)
+    assert not set(train) & set(test)
+    lengths = [max(map(len, re.findall(r"\d+", text))) for text in test]
+    assert [lengths.count(length) for length in (1, 2, 3)] == [20, 20, 20]
+    assert sum(max(map(len, re.findall(r"\d+", text))) == 1 for text in train) == 80
+    assert list(arithmetic(level=1, digits=2, size=10)) == ["train"]
+
+
 @pytest.mark.parametrize("name", ["reversal", "arithmetic"])
 def test_another_seed_gives_another_order(name):
     first, second = (load_dataset_reference(f"builtin:{name}?size=20&seed={seed}") for seed in (0, 1))
@@ -94,6 +106,7 @@ def test_another_seed_gives_another_order(name):
         ("builtin:reversal?characters=0", "two or more"),
         ("builtin:reversal?characters=0>", "without the separator '>'"),
         ("builtin:arithmetic?level=4", "1, 2 or 3: got 4"),
+        ("builtin:arithmetic?test=-1", "0 or more: got -1"),
         ("builtin:arithmetic?words=yess", "'words'.*must be a bool"),
         ("builtin:stories?size=3", "unknown option 'size'.*Known: none"),
     ],

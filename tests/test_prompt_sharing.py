@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
 
 from quintain.policies.forward import ActorCritic, token_logprobs
-from quintain.policies.layout import best_pack_size, lay_out
+from quintain.policies.layout import PackingCost, _sequences, best_pack_size, lay_out
 from quintain.policies.value_head import SharedValueHead
 from quintain.types import Rollouts
 
@@ -102,11 +104,44 @@ def test_a_pack_is_the_prompt_once_and_every_completion_after_it():
     assert layout.predicting[0] == layout.predicting[lengths[0]] == 2  # both first tokens: the end of the prompt
 
 
+@pytest.mark.parametrize("pack_size", [1, 4])
+def test_a_completion_sampled_twice_is_computed_once_and_counts_twice(pack_size):
+    """Rows 0 and 2 are one sequence: the pass is shorter by its tokens, and the gradient is that of two rows."""
+    rollouts = ragged(prompt_lengths=(4,), completions=4)
+    ids, mask = rollouts.completion_ids.clone(), rollouts.completion_mask.clone()
+    ids[2], mask[2] = ids[0], mask[0]
+    ids[2][~mask[2]] = 7  # whatever stands under the padding
+    rollouts = replace(rollouts, completion_ids=ids, completion_mask=mask)
+    layout = lay_out(rollouts, pack_size)
+    lengths = rollouts.lengths.tolist()
+    distinct = [lengths[row] for row in (0, 1, 3)]
+    assert layout.attention_mask.shape[0] == (3 if pack_size == 1 else 1)
+    assert layout.input_ids.shape[1] == 4 + (max(distinct) if pack_size == 1 else sum(distinct))
+
+    model = tiny_model().double().eval()
+    module = ActorCritic(model)
+    module.lay_out = lambda rollouts: lay_out(rollouts, pack_size)
+    weights = torch.arange(1.0, 5.0, dtype=torch.float64)[:, None]
+    (module(rollouts, 0.7).logprobs * weights).sum().backward()
+    packed = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    sum(weights[row] * reference_logprobs(model, rollouts, row).sum() for row in range(4)).backward()
+    for ours, plain in zip(packed, [parameter.grad for parameter in model.parameters()]):
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_packs_are_small_where_one_prompt_has_many_more_distinct_completions_than_the_others():
+    """Padding to the longest pack would cost more than sharing one prompt saves."""
+    lopsided = {(1,): {(index,): [index] for index in range(8)}, **{(9, index): {(1,): [9]} for index in range(50)}}
+    assert best_pack_size(lopsided, PackingCost(token=1.0, pair=0.0)) == 1
+    assert best_pack_size({(1,): lopsided[(1,)]}, PackingCost(token=1.0, pair=0.0)) == 8
+
+
 def test_long_completions_are_packed_in_smaller_numbers():
     """Attention over other completions' tokens is wasted: it must not outweigh the prompt tokens saved."""
     rollouts = ragged(prompt_lengths=(1,), completions=4)
-    assert best_pack_size(rollouts, token_cost=1.0, pair_cost=0.0) == 4
-    assert best_pack_size(rollouts, token_cost=1.0, pair_cost=100.0) == 1
+    assert best_pack_size(_sequences(rollouts), PackingCost(token=1.0, pair=0.0)) == 4
+    assert best_pack_size(_sequences(rollouts), PackingCost(token=1.0, pair=100.0)) == 1
 
 
 def test_rows_of_one_prompt_need_not_stand_together():

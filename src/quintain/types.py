@@ -265,13 +265,16 @@ class Rollouts:
         """
         prompt_lengths, completion_lengths = self.prompt_mask.sum(dim=1).tolist(), self.lengths.tolist()
         rows: list[int] = []
+        prompt = completion = 0
         for block in self._blocks(keep):
-            candidate = rows + block
-            padded = max(prompt_lengths[row] for row in candidate) + max(completion_lengths[row] for row in candidate)
-            if rows and padded * len(candidate) > max_tokens:
+            block_prompt = max(prompt_lengths[row] for row in block)
+            block_completion = max(completion_lengths[row] for row in block)
+            padded = max(prompt, block_prompt) + max(completion, block_completion)
+            if rows and padded * (len(rows) + len(block)) > max_tokens:
                 yield rows
-                candidate = block
-            rows = candidate
+                rows, prompt, completion = [], 0, 0
+            rows = rows + block
+            prompt, completion = max(prompt, block_prompt), max(completion, block_completion)
         if rows:
             yield rows
 

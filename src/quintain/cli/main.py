@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from quintain.cli.reproduce import add_reproduce_parser
 from quintain.errors import ConfigError, DataError, QuintainError
 
 OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -65,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     report.add_argument("--output", type=Path, metavar="FILE", help="where to write; default: report.html in the run")
     report.set_defaults(run=_report)
+
+    add_reproduce_parser(commands)
     return parser
 
 

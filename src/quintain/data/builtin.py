@@ -51,7 +51,9 @@ def stories() -> dict[str, Rows]:
     }
 
 
-def arithmetic(level: int = 3, digits: int = 2, size: int = 512, seed: int = 0, words: bool = False) -> dict[str, Rows]:
+def arithmetic(
+    level: int = 3, digits: int = 2, size: int = 512, seed: int = 0, words: bool = False, test: int = 0
+) -> dict[str, Rows]:
     """Sums as chat prompts, with the number as `answer`. No two prompts are alike and no answer is negative.
 
     Args:
@@ -61,23 +63,39 @@ def arithmetic(level: int = 3, digits: int = 2, size: int = 512, seed: int = 0, 
         size: most prompts; a smaller task has all of its prompts.
         seed: of the choice and the order.
         words: tell each sum as a small story.
+        test: most prompts of a second split, "test", drawn in the same way; none of them is a training prompt.
     """
     if level not in (1, 2, 3):
         raise ConfigError(f"level of builtin:arithmetic must be 1, 2 or 3: got {level}.")
     _require_positive("builtin:arithmetic", digits=digits, size=size)
+    if test < 0:
+        raise ConfigError(f"test of builtin:arithmetic must be 0 or more: got {test}.")
     generator = random.Random(seed)
-    rows = []
+    splits: dict[str, Rows] = {}
+    taken: set[tuple[int, int]] = set()
+    for split, wanted in (("test", test), ("train", size)):
+        drawn = _draw_problems(level, digits, wanted, generator, taken)
+        taken.update(drawn)
+        splits[split] = [_sum(operation, *_pair(index, operation), words) for operation, index in drawn]
+        generator.shuffle(splits[split])
+    return splits if test else {"train": splits["train"]}
+
+
+def _draw_problems(
+    level: int, digits: int, number: int, generator: random.Random, taken: set[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Problems as (operation, index of its pair), none of them `taken`: as many of each operation and length."""
+    drawn = []
     for operation in range(level):
-        share = size // level + (operation < size % level)
+        share = number // level + (operation < number % level)
         ends = [0, *(_pairs_below(10**length, operation) for length in range(1, digits + 1))]
         for start, end, left in zip(ends, ends[1:], range(digits, 0, -1)):
-            count = min(-(-share // left), end - start)
+            gone = sum(other == operation and start <= index < end for other, index in taken)
+            count = min(-(-share // left), end - start - gone)
             share -= count
-            rows += [
-                _sum(operation, *_pair(index, operation), words) for index in generator.sample(range(start, end), count)
-            ]
-    generator.shuffle(rows)
-    return {"train": rows}
+            free = ((operation, index) for index in generator.sample(range(start, end), count + gone))
+            drawn += [problem for problem in free if problem not in taken][:count]
+    return drawn
 
 
 BUILTIN: dict[str, Callable[..., dict[str, Rows]]] = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quintain.kl.estimators import exact_kl
-from quintain.policies.layout import Layout, best_pack_size, lay_out
+from quintain.policies.layout import Layout, PackingCost, lay_out
 from quintain.policies.value_head import SharedValueHead
 from quintain.types import PolicyOutputs, Rollouts
 
@@ -41,8 +41,7 @@ class ActorCritic(nn.Module):
         self._head: nn.Module = base.get_output_embeddings()
         config = base.config.get_text_config()
         linear = sum(value.numel() for name, value in base.named_parameters() if "embed" not in name)
-        self._token_cost = 2.0 * linear
-        self._pair_cost = 4.0 * config.hidden_size * config.num_hidden_layers
+        self._packing = PackingCost(token=2.0 * linear, pair=4.0 * config.hidden_size * config.num_hidden_layers)
         self.backbone_passes = 1 if value_model is None or isinstance(value_model, SharedValueHead) else 2
         """Backbones whose activations an update holds: the policy's, and a critic's that is not a head on them."""
         self.shares_prompts = can_share_prompts(self, config.vocab_size)
@@ -86,9 +85,7 @@ class ActorCritic(nn.Module):
 
     def lay_out(self, rollouts: Rollouts) -> Layout:
         """The layout with the least arithmetic that this model computes rightly."""
-        if not self.shares_prompts:
-            return lay_out(rollouts, 1)
-        return lay_out(rollouts, best_pack_size(rollouts, token_cost=self._token_cost, pair_cost=self._pair_cost))
+        return lay_out(rollouts, self._packing if self.shares_prompts else 1)
 
     def _logits_and_hidden(self, layout: Layout) -> tuple[Float[Tensor, "valid vocab"], Float[Tensor, "valid width"]]:
         with self._head_at(layout) as caught:

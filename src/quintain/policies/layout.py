@@ -6,8 +6,10 @@ completion sees the prompt and itself. A pack with one completion is an ordinary
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -48,70 +50,99 @@ class Layout:
         return values.new_zeros(self.completion_mask.shape).masked_scatter(self.completion_mask, values)
 
 
-def lay_out(rollouts: Rollouts, completions_per_pack: int) -> Layout:
-    """Pack up to `completions_per_pack` completions of the same prompt together, rows in order."""
-    prompts = [ids[mask].tolist() for ids, mask in zip(rollouts.prompt_ids, rollouts.prompt_mask)]
-    completions = [ids[mask].tolist() for ids, mask in zip(rollouts.completion_ids, rollouts.completion_mask)]
-    packs = _assign(prompts, completions_per_pack)
-    ids, positions, segments = [], [], []
-    where: dict[int, list[int]] = {}
-    for rows in packs:
-        prompt = prompts[rows[0]]
-        tokens, places, owners = list(prompt), list(range(len(prompt))), [0] * len(prompt)
-        for order, row in enumerate(rows, start=1):
-            completion, start = completions[row], len(tokens)
-            # The first token is predicted at the end of the prompt, each other one at the token before it.
-            where[row] = [len(prompt) - 1, *range(start, start + len(completion) - 1)][: len(completion)]
-            tokens += completion
-            places += range(len(prompt), len(prompt) + len(completion))
-            owners += [order] * len(completion)
-        ids.append(tokens)
-        positions.append(places)
-        segments.append(owners)
+@dataclass(frozen=True)
+class PackingCost:
+    """What a forward pass costs, in operations, to choose how many completions go behind each prompt."""
+
+    token: float
+    """Of a token, outside attention."""
+    pair: float
+    """Of a pair of tokens, in attention."""
+
+
+Sequences = dict[tuple[int, ...], dict[tuple[int, ...], list[int]]]
+"""Rows that hold each completion, by prompt and then by completion, in order of first appearance."""
+
+
+def lay_out(rollouts: Rollouts, packing: int | PackingCost) -> Layout:
+    """Pack distinct completions of the same prompt together; a completion sampled twice is computed once.
+
+    Args:
+        packing: most completions of a pack, or the costs by which to choose that number.
+    """
+    sequences = _sequences(rollouts)
+    size = packing if isinstance(packing, int) else best_pack_size(sequences, packing)
+    ids, positions, owners = [], [], []
+    where: dict[int, tuple[int, list[int]]] = {}
+    for prompt, completions in sequences.items():
+        for part in _parts(list(completions), size):
+            tokens, places, segments = list(prompt), list(range(len(prompt))), [0] * len(prompt)
+            for order, completion in enumerate(part, start=1):
+                # The first token is predicted at the end of the prompt, each other one at the token before it.
+                start = len(tokens)
+                predicting = [len(prompt) - 1, *range(start, start + len(completion) - 1)][: len(completion)]
+                where.update(dict.fromkeys(completions[completion], (len(ids), predicting)))
+                tokens += completion
+                places += range(len(prompt), len(prompt) + len(completion))
+                segments += [order] * len(completion)
+            ids.append(tokens)
+            positions.append(places)
+            owners.append(segments)
     device = rollouts.completion_ids.device
-    owner = _pad(segments, -1).to(device)
-    offset = {row: number * owner.shape[1] for number, rows in enumerate(packs) for row in rows}
-    predicting = [offset[row] + place for row in range(len(rollouts)) for place in where[row]]
+    owner = _pad(owners, -1).to(device)
+    width = owner.shape[1]
+    predicting = [
+        pack * width + place for pack, places in map(where.__getitem__, range(len(rollouts))) for place in places
+    ]
     return Layout(
         input_ids=_pad(ids, 0).to(device),
         position_ids=_pad(positions, 0).to(device),
-        attention_mask=(owner >= 0).long() if completions_per_pack == 1 else _who_sees_whom(owner),
+        attention_mask=(owner >= 0).long() if size == 1 else _who_sees_whom(owner),
         predicting=torch.tensor(predicting, dtype=torch.long, device=device),
         completion_mask=rollouts.completion_mask,
     )
 
 
-def best_pack_size(rollouts: Rollouts, *, token_cost: float, pair_cost: float) -> int:
-    """How many completions to put behind each prompt, for the least arithmetic.
+def best_pack_size(sequences: Sequences, cost: PackingCost) -> int:
+    """How many completions to put behind each prompt, for the least arithmetic, padding included.
 
     Sharing saves prompt tokens. But attention inside a pack is computed for all pairs of tokens, also for those of
     different completions, which see nothing of each other: with long completions, small packs are cheaper.
-
-    Args:
-        token_cost: operations a token, outside attention.
-        pair_cost: operations a pair of tokens, in attention.
     """
-    group = int(rollouts.group_ids.unique(return_counts=True)[1].max())
-    prompt = float(rollouts.prompt_mask.sum(dim=1).float().mean())
-    completion = float(rollouts.lengths.float().mean())
+    groups = [len(completions) for completions in sequences.values()]
+    prompt = fmean(map(len, sequences))
+    completion = fmean(len(ids) for completions in sequences.values() for ids in completions)
 
-    def cost(size: int) -> float:
-        tokens = prompt + size * completion
-        return -(-group // size) * (tokens * token_cost + tokens * tokens * pair_cost)
+    def total(size: int) -> float:
+        packs = [-(-group // size) for group in groups]
+        longest = max(-(-group // number) for group, number in zip(groups, packs))
+        width = prompt + longest * completion
+        return sum(packs) * (width * cost.token + width * width * cost.pair)
 
-    return min(range(1, group + 1), key=cost)
+    return min(range(1, max(groups) + 1), key=total)
 
 
-def _assign(prompts: Sequence[list[int]], size: int) -> list[list[int]]:
-    """Rows of each pack: rows with equal prompts, at most `size` of them, filled as evenly as they divide."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        groups.setdefault(tuple(prompt), []).append(row)
-    packs = []
-    for rows in groups.values():
-        number = -(-len(rows) // size)
-        packs += [rows[len(rows) * part // number : len(rows) * (part + 1) // number] for part in range(number)]
-    return packs
+def _sequences(rollouts: Rollouts) -> Sequences:
+    sequences: Sequences = {}
+    prompts = _valid_ids(rollouts.prompt_ids, rollouts.prompt_mask)
+    for row, (prompt, ids) in enumerate(
+        zip(prompts, _valid_ids(rollouts.completion_ids, rollouts.completion_mask), strict=True)
+    ):
+        sequences.setdefault(prompt, {}).setdefault(ids, []).append(row)
+    return sequences
+
+
+def _valid_ids(ids: Int[Tensor, "batch tokens"], mask: Bool[Tensor, "batch tokens"]) -> Iterator[tuple[int, ...]]:
+    """Each row's tokens, without its padding."""
+    flat, lengths = ids[mask].tolist(), mask.sum(dim=1).tolist()
+    ends = accumulate(lengths)
+    return (tuple(flat[end - length : end]) for length, end in zip(lengths, ends))
+
+
+def _parts(items: Sequence[tuple[int, ...]], size: int) -> list[Sequence[tuple[int, ...]]]:
+    """At most `size` of the items each, filled as evenly as they divide."""
+    number = -(-len(items) // size)
+    return [items[len(items) * part // number : len(items) * (part + 1) // number] for part in range(number)]
 
 
 def _who_sees_whom(owner: Int[Tensor, "packs tokens"]) -> Bool[Tensor, "packs 1 tokens tokens"]:

@@ -23,7 +23,7 @@ Head = Literal["causal_lm", "sequence_classification"]
 PRINTABLE = "".join(chr(code) for code in range(32, 127)) + "\n"
 """The default alphabet: printable ASCII and the newline."""
 
-PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+SPECIAL_TOKENS = PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 
 # Built of special tokens and content alone, so that chat prompts work whatever the alphabet is.
 CHAT_TEMPLATE = (
@@ -89,16 +89,23 @@ def scratch_model(
     return model.to(dtype).eval()
 
 
-def scratch_tokenizer(characters: str = PRINTABLE, *, max_position_embeddings: int = 1024) -> PreTrainedTokenizerFast:
+def scratch_tokenizer(
+    characters: str = PRINTABLE, *, max_position_embeddings: int = 1024, special_tokens_first: bool = True
+) -> PreTrainedTokenizerFast:
     """A tokenizer with one token a character; a character outside the alphabet becomes `<unk>`.
 
     Nothing is added to a text, and decoding gives back exactly what was encoded. The name of a special token written
     out in a text is that token.
 
+    Args:
+        special_tokens_first: give the special tokens the lowest ids, as `scratch_model` does; else the characters.
     Raises:
         ConfigError: the alphabet is empty.
     """
     vocabulary = _vocabulary(characters)
+    if not special_tokens_first:
+        number = len(vocabulary)
+        vocabulary = {token: (index - len(SPECIAL_TOKENS)) % number for token, index in vocabulary.items()}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     # Without a decoder, tokens are joined with spaces.
@@ -137,4 +144,4 @@ def _vocabulary(characters: str) -> dict[str, int]:
             f"characters of scratch:tiny must be text with at least one character: got {characters!r}. "
             f'Write model_init_kwargs: {{characters: "01"}}, with the quotes, so that digits stay text.'
         )
-    return {token: index for index, token in enumerate([PAD, BOS, EOS, UNKNOWN, *dict.fromkeys(characters)])}
+    return {token: index for index, token in enumerate([*SPECIAL_TOKENS, *dict.fromkeys(characters)])}
