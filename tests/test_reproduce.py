@@ -231,7 +231,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, monkeypa
     monkeypatch.setattr(jobs_module, "SAVE_STEPS", 2)
     calls = []
 
-    def stopped_at_the_fourth_step(completions, answer, **_):
+    def stopped_at_the_fourth_step(completions, answer):
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt

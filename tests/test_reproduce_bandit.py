@@ -18,9 +18,9 @@ from quintain.reproduce.bandit import (
     RIGHT,
     SAMPLED_DIRECTIONS,
     many_contexts,
-    run_bandits,
     single_context,
 )
+from quintain.reproduce.bandit_figure import run_bandits
 
 SAMPLED, EXACT = list(SAMPLED_DIRECTIONS), list(EXACT_DIRECTIONS)
 
@@ -162,6 +162,14 @@ def test_in_a_single_exact_context_all_methods_go_the_way_of_cross_entropy():
         assert close(curves.misalignment[method], 0.0)
 
 
+def test_misalignment_is_0_for_the_right_arm_and_a_half_for_a_wrong_one_of_three():
+    """Against one wrong arm g is along (1, -2, 1) or (1, 1, -2), and the exact gradient along (2, -1, -1): cos 1/2."""
+    found = single_context(seeds=200, arms=3, samples=1, steps=1).misalignment["pg"].flatten()
+    right = found < 0.25
+    assert close(torch.where(right, found, found - 0.5), 0.0)
+    assert 40 < right.sum() < 95, "one draw in three is right"
+
+
 def test_grpo_stands_still_where_all_samples_earned_the_same():
     """One sample is a group of its own: no advantage, no direction, and a misalignment of 1 by convention."""
     curves = single_context(seeds=2, arms=5, samples=1, steps=4)
@@ -295,7 +303,9 @@ def test_the_plot_is_an_image(written):
 
 
 def test_one_seed_has_no_standard_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("quintain.reproduce.bandit.many_contexts", lambda seeds: many_contexts(seeds=seeds, steps=3))
+    monkeypatch.setattr(
+        "quintain.reproduce.bandit_figure.many_contexts", lambda seeds: many_contexts(seeds=seeds, steps=3)
+    )
     text = run_bandits(tmp_path, seeds=1)
     assert all(row["final_error_sem"] is None for row in json.loads((tmp_path / "bandit.json").read_text()))
     assert "| - |" in text

@@ -6,8 +6,10 @@ the backward pass then computes 0 * NaN. Entries are therefore replaced before a
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 TIE_TOLERANCE = 1e-6
@@ -88,3 +90,9 @@ def whitening_scale(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"])
     if not bool(masked_whiten(values, mask).any()):
         return 1.0
     return 1.0 / float(masked_variance(zero_masked(values, mask), mask).sqrt())
+
+
+def valid_ids(ids: Int[Tensor, "batch tokens"], mask: Bool[Tensor, "batch tokens"]) -> list[list[int]]:
+    """Each row's counted token ids, in order. One transfer and one pass for the whole batch."""
+    flat, lengths = ids[mask].tolist(), mask.sum(dim=1).tolist()
+    return [flat[end - length : end] for length, end in zip(lengths, accumulate(lengths))]

@@ -38,7 +38,9 @@ def add_reproduce_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         metavar="A,A",
         help="such as tpo,grpo; with settings of their own as in tpo+group_logits=logratio",
     )
-    parser.add_argument("--seeds", type=_positive, metavar="N", help="runs of each kind, from seed 0; default 3")
+    parser.add_argument(
+        "--seeds", type=_positive, metavar="N", help="runs of each kind, from seed 0; default 3, or 100 bandits"
+    )
     parser.add_argument("--episodes", type=_positive, metavar="N", help="training steps of a run; default 2000")
     parser.add_argument(
         "--match",
@@ -81,7 +83,7 @@ def reproduce(options: argparse.Namespace) -> int:
 
 def _bandit(options: argparse.Namespace) -> int:
     """Exact bandits, which need no network and no runs."""
-    from quintain.reproduce.bandit import run_bandits
+    from quintain.reproduce.bandit_figure import run_bandits
 
     given = [name for name in ("lengths", "algorithms", "episodes", "prompts") if getattr(options, name)]
     if given or options.match != "prompts":
@@ -96,6 +98,8 @@ def _bandit(options: argparse.Namespace) -> int:
 
 def _folder(options: argparse.Namespace) -> Path:
     made = f"table-{options.table}" if options.table else f"figure-{options.figure}"
+    if options.match != "prompts":
+        made = f"{made}-{options.match}"
     folder: Path = options.output_dir or Path("runs") / options.paper / made
     return folder
 

@@ -6,9 +6,8 @@ completion sees the prompt and itself. A pack with one completion is an ordinary
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from quintain.masking import valid_ids
 from quintain.types import Rollouts
 
 
@@ -72,7 +72,9 @@ def lay_out(rollouts: Rollouts, packing: int | PackingCost) -> Layout:
     """
     sequences = _sequences(rollouts)
     size = packing if isinstance(packing, int) else best_pack_size(sequences, packing)
-    ids, positions, owners = [], [], []
+    ids: list[list[int]] = []
+    positions: list[list[int]] = []
+    owners: list[list[int]] = []
     where: dict[int, tuple[int, list[int]]] = {}
     for prompt, completions in sequences.items():
         for part in _parts(list(completions), size):
@@ -124,19 +126,11 @@ def best_pack_size(sequences: Sequences, cost: PackingCost) -> int:
 
 def _sequences(rollouts: Rollouts) -> Sequences:
     sequences: Sequences = {}
-    prompts = _valid_ids(rollouts.prompt_ids, rollouts.prompt_mask)
-    for row, (prompt, ids) in enumerate(
-        zip(prompts, _valid_ids(rollouts.completion_ids, rollouts.completion_mask), strict=True)
-    ):
-        sequences.setdefault(prompt, {}).setdefault(ids, []).append(row)
+    prompts = valid_ids(rollouts.prompt_ids, rollouts.prompt_mask)
+    completions = valid_ids(rollouts.completion_ids, rollouts.completion_mask)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        sequences.setdefault(tuple(prompt), {}).setdefault(tuple(completion), []).append(row)
     return sequences
-
-
-def _valid_ids(ids: Int[Tensor, "batch tokens"], mask: Bool[Tensor, "batch tokens"]) -> Iterator[tuple[int, ...]]:
-    """Each row's tokens, without its padding."""
-    flat, lengths = ids[mask].tolist(), mask.sum(dim=1).tolist()
-    ends = accumulate(lengths)
-    return (tuple(flat[end - length : end]) for length, end in zip(lengths, ends))
 
 
 def _parts(items: Sequence[tuple[int, ...]], size: int) -> list[Sequence[tuple[int, ...]]]:

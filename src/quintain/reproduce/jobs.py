@@ -140,13 +140,14 @@ def run_jobs(jobs: Sequence[Job], folder: Path, *, at_once: int) -> list[Result]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(at_once, mp_context=context) as pool, Progress(transient=True) as progress:
         bar = progress.add_task("runs", total=len(todo))
-        waiting = {pool.submit(run, job, folder): job for job in todo}
+        waiting = [pool.submit(run, job, folder) for job in todo]
         try:
             for future in as_completed(waiting):
-                result, job = future.result(), waiting[future]
+                made = future.result()
                 progress.advance(bar)
                 progress.console.print(
-                    f"{job.name}: final error {100 * result.final_error:.1f}%, {result.seconds:.0f} s", highlight=False
+                    f"{made.job.name}: final error {100 * made.final_error:.1f}%, {made.seconds:.0f} s",
+                    highlight=False,
                 )
         except BaseException:
             for future in waiting:

@@ -30,7 +30,7 @@ def _draw(length: int, number: int, seed: int) -> Iterator[dict[str, str]]:
         yield {"prompt": prompt, "answer": prompt[::-1]}
 
 
-def exact_reversal(completions: list[str], answer: list[str], **_: object) -> list[float]:
+def exact_reversal(completions: list[str], answer: list[str]) -> list[float]:
     """1 if every token is right, else 0."""
     return [float(text == right) for text, right in zip(completions, answer)]
 

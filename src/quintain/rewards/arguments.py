@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from quintain.masking import valid_ids
 from quintain.rewards.signature import SINGULAR, RewardFunction
 from quintain.types import Rollouts
 
@@ -74,8 +75,12 @@ class RewardLog:
 
 def row_values(rollouts: Rollouts) -> dict[str, list[Any]]:
     """Everything that has one entry a completion, by keyword. A standard name wins over a column that shares it."""
-    token_ids = [ids[mask].tolist() for ids, mask in zip(rollouts.completion_ids.cpu(), rollouts.completion_mask.cpu())]
-    standard = {"prompts": rollouts.prompts, "completions": rollouts.completions, "completion_ids": token_ids}
+    token_ids = valid_ids(rollouts.completion_ids, rollouts.completion_mask)
+    standard: dict[str, list[Any]] = {
+        "prompts": rollouts.prompts,
+        "completions": rollouts.completions,
+        "completion_ids": token_ids,
+    }
     return {**rollouts.columns, **standard}
 
 
@@ -84,7 +89,7 @@ def batch_arguments(
 ) -> dict[str, Any]:
     """The keywords of a call that scores the whole batch."""
     # Entry by entry: a group's completions share one prompt object, and a change to one must not reach the others.
-    aligned = {name: RowList(map(copy.deepcopy, rows[name]), position) for name in rows if function.wants(name)}
+    aligned = {name: RowList(map(_own_copy, rows[name]), position) for name in rows if function.wants(name)}
     return {**aligned, **_unaligned(function, trainer_state, log.log_extra, log)}
 
 
@@ -94,8 +99,13 @@ def sample_arguments(
     """The keywords of a `per_sample` call for one row."""
     entries = {name: values[row] for name, values in rows.items()}
     entries |= {singular: entries[plural] for singular, plural in SINGULAR.items()}
-    aligned = {name: copy.deepcopy(entry) for name, entry in entries.items() if function.wants(name)}
+    aligned = {name: _own_copy(entry) for name, entry in entries.items() if function.wants(name)}
     return {**aligned, **_unaligned(function, trainer_state, partial(log.log_row, row), log)}
+
+
+def _own_copy(entry: Any) -> Any:
+    """A copy that shares nothing that could be changed."""
+    return entry if isinstance(entry, str) else copy.deepcopy(entry)
 
 
 def _unaligned(

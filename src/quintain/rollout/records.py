@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from quintain.errors import RolloutError
+from quintain.masking import valid_ids
 from quintain.rollout.completions import left_pad
 from quintain.rollout.stopping import completion_mask
 from quintain.types import Prompts, PromptText, Rollouts, Samples
@@ -93,11 +94,12 @@ def rollouts_from_tokens(
 
 def _completion_texts(prompts: Sequence[PromptText], samples: Samples, tokenizer: Any) -> list[PromptText]:
     """Decode each row's valid tokens, in the form that its prompt has."""
-    texts: list[PromptText] = []
-    for prompt, ids, mask in zip(prompts, samples.completion_ids, samples.completion_mask, strict=True):
-        text = _decode(tokenizer, ids[mask].tolist())
-        texts.append(text if isinstance(prompt, str) else [{"role": "assistant", "content": text}])
-    return texts
+    rows = [tuple(ids) for ids in valid_ids(samples.completion_ids, samples.completion_mask)]
+    texts = {ids: _decode(tokenizer, list(ids)) for ids in dict.fromkeys(rows)}
+    return [
+        texts[ids] if isinstance(prompt, str) else [{"role": "assistant", "content": texts[ids]}]
+        for prompt, ids in zip(prompts, rows, strict=True)
+    ]
 
 
 def _decode(tokenizer: Any, token_ids: list[int]) -> str:

@@ -89,7 +89,7 @@ class StopTracker:
         self._sampling = sampling
         self._stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
         self._stop_strings = StopStrings(sampling.stop_strings, tokenizer) if sampling.stop_strings else None
-        self._token_ids: list[list[int]] = [[] for _ in range(rows)]
+        self._token_ids: list[list[int]] = [[] for _ in range(rows)] if sampling.stop_strings else []
 
     def update(self, rows: Int[Tensor, " batch"], tokens: Int[Tensor, " batch"]) -> None:
         """Append one token to each of `rows`; rows that have ended stay as they are."""
