@@ -10,6 +10,7 @@ last checkpoint, or from the start where they have none. OUTPUT_DIR then holds
     table.md          rewards for each seed, their mean with a 95% interval of Student's t, differences paired by seed
     results.json      the same numbers
     reward.png        reward against completions sampled
+    eval_reward.png   held-out reward against completions sampled, and against seconds, where the recipes evaluate
     comparison.html   all other curves, as `quintain report` draws them
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -25,7 +27,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import combinations, takewhile
+from itertools import accumulate, combinations, pairwise, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,6 +47,11 @@ REWARDS = {
     "reward_last": "reward, last {n}",
     "reward_mean": "reward, all steps",
 }
+EVALUATION = {
+    "eval_reward_last": "held-out reward, last two",
+    "eval_reward_best": "held-out reward, best",
+}
+SPREAD = {"reward_spread": "reward, step to step"}
 CRITIC = {
     "value_loss_first": "value loss, first {n}",
     "value_loss_last": "value loss, last {n}",
@@ -263,13 +270,17 @@ def summarise(jobs: Sequence[Job], edge_steps: int) -> dict[str, Any]:
 
 
 def run_numbers(rows: Sequence[dict[str, Any]], edge_steps: int) -> dict[str, float | None]:
-    """What one run reached, under the names of `REWARDS` and, if it has a critic, `CRITIC`."""
+    """What one run reached, under the names of `REWARDS`, `SPREAD`, and what it has of `EVALUATION` and `CRITIC`."""
     rewards = [row.get("reward") for row in rows]
     numbers = {
         "reward_first": mean(rewards[:edge_steps]),
         "reward_last": mean(rewards[-edge_steps:]),
         "reward_mean": mean(rewards),
+        "reward_spread": step_to_step(rewards),
     }
+    held_out = [row["eval_reward"] for row in rows if row.get("eval_reward") is not None]
+    if held_out:
+        numbers |= {"eval_reward_last": mean(held_out[-2:]), "eval_reward_best": max(held_out)}
     if any("loss/value" in row for row in rows):
         losses = [row.get("loss/value") for row in rows]
         explained = [row.get("explained_variance") for row in rows]
@@ -287,6 +298,13 @@ def mean(values: Iterable[float | None]) -> float | None:
     """Mean of the values that are numbers; metrics.jsonl has null where a number was not finite."""
     numbers = [value for value in values if value is not None]
     return fmean(numbers) if numbers else None
+
+
+def step_to_step(values: Sequence[float | None]) -> float | None:
+    """Standard deviation of a step's reward about its trend: root mean square of the changes from step to step, by
+    root 2, since a change holds the noise of two steps."""
+    changes = [after - before for before, after in pairwise(value for value in values if value is not None)]
+    return math.sqrt(fmean(change * change for change in changes) / 2) if changes else None
 
 
 def best_mean(values: Sequence[float | None], window: int) -> float | None:
@@ -311,7 +329,8 @@ def difference(recipes: dict[str, Any], first: str, second: str) -> dict[str, An
     """First minus second in each seed that both have: there, both see the same prompts in the same order."""
     ours, theirs = recipes[first]["seeds"], recipes[second]["seeds"]
     seeds = [seed for seed in ours if seed in theirs]
-    differences = {seed: {key: minus(ours[seed][key], theirs[seed][key]) for key in REWARDS} for seed in seeds}
+    keys = [*REWARDS, *SPREAD, *EVALUATION]
+    differences = {seed: {key: minus(ours[seed].get(key), theirs[seed].get(key)) for key in keys} for seed in seeds}
     return {"first": first, "second": second, "seeds": differences, "mean": intervals(differences.values())}
 
 
@@ -330,14 +349,18 @@ def write_results(results: dict[str, Any], jobs: Sequence[Job], folder: Path, ar
     (folder / "table.md").write_text(f"    {called}\n\n{text}\n", encoding="utf-8")
     (folder / "results.json").write_text(json.dumps({"command": called, **results}, indent=1) + "\n", encoding="utf-8")
     plot(jobs).savefig(folder / "reward.png", dpi=150)
+    if any("eval_reward" in row for job in jobs for row in job.rows):
+        plot_held_out(jobs).savefig(folder / "eval_reward.png", dpi=150)
     write_report([job.folder for job in jobs], folder / "comparison.html")
 
 
 def table(results: dict[str, Any]) -> str:
     """Two tables in Markdown: every run with the mean of its recipe, and the paired differences."""
     recipes, steps = results["recipes"], results["edge_steps"]
-    has_critic = any(key in run for recipe in recipes.values() for run in recipe["seeds"].values() for key in CRITIC)
-    columns = {**REWARDS, **(CRITIC if has_critic else {})}
+    optional = {**EVALUATION, **CRITIC}
+    found = {key for recipe in recipes.values() for run in recipe["seeds"].values() for key in run}
+    columns = {**REWARDS, **SPREAD, **{key: title for key, title in optional.items() if key in found}}
+    paired = {key: title for key, title in columns.items() if key not in CRITIC}
     titles = [title.format(n=steps) for title in columns.values()]
     lines = header("recipe", "seed", "completions", *titles)
     for name, recipe in recipes.items():
@@ -348,9 +371,9 @@ def table(results: dict[str, Any]) -> str:
         lines.append(table_row(f"**{name}**", "mean", recipe["completions"], *cells))
     if results["paired"]:
         lines += ["", "Difference in the same seed:", ""]
-        lines += header("recipes", "seeds", *titles[: len(REWARDS)])
+        lines += header("recipes", "seeds", *(title.format(n=steps) for title in paired.values()))
     for pair in results["paired"]:
-        cells = [interval(pair["mean"].get(key)) for key in REWARDS]
+        cells = [interval(pair["mean"].get(key)) for key in paired]
         lines.append(table_row(f"{pair['first']} - {pair['second']}", len(pair["seeds"]), *cells))
     return "\n".join(lines)
 
@@ -392,6 +415,27 @@ def plot(jobs: Sequence[Job]) -> Figure:
             label=job.name if first else None,
         )
     axes.legend()
+    return figure
+
+
+def plot_held_out(jobs: Sequence[Job]) -> Figure:
+    """Held-out reward against completions sampled and against the seconds of the steps, evaluation included."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    by_completions, by_seconds = figure.subplots(1, 2, sharey=True)
+    names = list(dict.fromkeys(job.name for job in jobs))
+    for job in jobs:
+        rows = job.rows
+        seconds = list(accumulate(row.get("time/step") or 0.0 for row in rows))
+        points = [(row, after) for row, after in zip(rows, seconds) if row.get("eval_reward") is not None]
+        first = job is next(other for other in jobs if other.name == job.name)
+        style: dict[str, Any] = {"color": f"C{names.index(job.name)}", "marker": "o", "markersize": 3}
+        rewards = [row["eval_reward"] for row, _ in points]
+        completions = [row["step"] * job.recipe.config.completions_per_step for row, _ in points]
+        by_completions.plot(completions, rewards, label=job.name if first else None, **style)
+        by_seconds.plot([after for _, after in points], rewards, **style)
+    by_completions.set(xlabel="completions sampled", ylabel="mean reward on held-out prompts")
+    by_seconds.set(xlabel="seconds")
+    by_completions.legend()
     return figure
 
 

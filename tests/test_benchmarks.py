@@ -90,10 +90,10 @@ def test_the_table_holds_means_intervals_and_paired_differences(recipes, started
     assert started == []
     table = (recipes / "out/table.md").read_text()
     assert capsys.readouterr().out.strip() in table
-    assert cells_of(table, "own-ppo", "0")[2:] == ["12", "0", "1", "1", "4", "0", "-", "0.25", "0.5"]
-    assert cells_of(table, "own-grpo", "1")[2:] == ["12", "0", "2.5", "1.83", *["-"] * 5]
+    assert cells_of(table, "own-ppo", "0")[2:] == ["12", "0", "1", "1", "1.12", "4", "0", "-", "0.25", "0.5"]
+    assert cells_of(table, "own-grpo", "1")[2:] == ["12", "0", "2.5", "1.83", "1.52", *["-"] * 5]
     assert cells_of(table, "**own-ppo**", "mean")[2:6] == ["12", "0 ± 0", "2 ± 12.7", "1 ± 0"]
-    assert cells_of(table, "own-ppo - own-grpo", "2")[2:] == ["0 ± 0", "0.5 ± 0", "0 ± 10.6"]
+    assert cells_of(table, "own-ppo - own-grpo", "2")[2:5] == ["0 ± 0", "0.5 ± 0", "0 ± 10.6"]
     results = json.loads((recipes / "out/results.json").read_text())
     assert results["recipes"]["own-ppo"]["mean"]["reward_last"] == {"mean": 2, "half_width": pytest.approx(12.706)}
     assert (recipes / "out/reward.png").stat().st_size and (recipes / "out/comparison.html").stat().st_size
@@ -105,8 +105,25 @@ def test_seeds_are_paired_where_both_recipes_have_them(recipes, started, capsys)
     leave_run(recipes / "out/own-grpo/seed-1", [2, 2, 2])
     assert compare("--seeds", "0,1") == 1
     printed = capsys.readouterr()
-    assert cells_of(printed.out, "own-ppo - own-grpo", "1")[2:] == ["3", "3", "3"]
+    assert cells_of(printed.out, "own-ppo - own-grpo", "1")[2:] == ["3", "3", "3", "0"]
     assert str(Path("out/own-grpo/seed-0")) in printed.err and "not finished" in printed.err
+
+
+def test_held_out_rewards_have_columns_and_a_plot_where_a_recipe_evaluates(recipes, started):
+    leave_run(recipes / "out/own-ppo/seed-0", [0, 1, 1], eval_reward=[0.9, 0.25, 0.75])
+    leave_run(recipes / "out/own-grpo/seed-0", [0, 1, 1], eval_reward=[None, 0.1, 0.2])
+    assert compare("--seeds", "0") == 0
+    table = (recipes / "out/table.md").read_text()
+    assert cells_of(table, "own-ppo", "0")[-2:] == ["0.5", "0.9"]  # the mean of the last two; the best of all
+    assert cells_of(table, "own-ppo - own-grpo", "1")[-2:] == ["0.35", "0.7"]
+    assert (recipes / "out/eval_reward.png").stat().st_size > 10_000
+
+
+def test_the_step_to_step_spread_is_the_noise_about_a_trend():
+    """Noise of standard deviation s changes by s * root 2 from step to step; a steady rise of 0.01 hardly counts."""
+    assert compare_recipes.step_to_step([0.0, 0.2, 0.0, 0.2]) == pytest.approx(0.2 / 2**0.5)
+    assert compare_recipes.step_to_step([0.0, 0.01, 0.02, 0.03]) == pytest.approx(0.01 / 2**0.5)
+    assert compare_recipes.step_to_step([0.5]) is None
 
 
 def test_the_best_mean_is_over_neighbours_and_skips_gaps():

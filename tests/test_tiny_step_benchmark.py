@@ -126,17 +126,28 @@ def test_four_epochs_move_the_weights_of_both_sides_alike(make_sides, monkeypatc
         assert step.norm() > 0, name
 
 
-def test_what_the_plain_loop_samples_with_its_cache_is_what_a_whole_pass_expects(make_sides):
-    """Positions that matter, and a head so sharp that it leaves nothing to chance."""
-    model = make_sides("tpo")[1].model
-    model.position.weight.data *= 10
+@torch.no_grad()
+def test_token_by_token_with_the_cache_the_plain_network_computes_what_it_does_at_once():
+    model = tiny_step.PlainTransformer(LENGTH)
+    ids = torch.randint(2, (4, 2 * LENGTH))
+    hidden, past = model(ids[:, :2])
+    states = [hidden]
+    for place in range(2, 2 * LENGTH):
+        hidden, past = model(ids[:, place : place + 1], past)
+        states.append(hidden)
+    torch.testing.assert_close(torch.cat(states, dim=1), model(ids)[0], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_what_the_plain_loop_samples_with_its_cache_is_what_a_whole_pass_expects():
+    """With a head so sharp that it leaves nothing to chance."""
+    model = tiny_step.PlainTransformer(LENGTH)
     model.head.weight.data *= 1e4
     prompts = torch.randint(2, (8, LENGTH))
     completions = model.sample(prompts)
     prompts = prompts.repeat_interleave(tiny_step.GROUP, dim=0)
     assert len(completions.unique(dim=0)) > 1
-    with torch.no_grad():
-        assert float(model.logprobs(prompts, completions).min()) > -0.01
+    assert float(model.logprobs(prompts, completions).min()) > -0.01
 
 
 def test_the_plain_loop_samples_tokens_as_often_as_they_are_likely(make_sides):
