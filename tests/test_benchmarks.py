@@ -7,9 +7,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from quintain.rollout.records import rollouts_from_tokens
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 RECIPE = """\
@@ -36,6 +39,7 @@ def load_script(name):
 
 
 compare_recipes, ppo_memory = load_script("compare_recipes"), load_script("ppo_memory")
+group_sizes = load_script("group_sizes")
 run_one = compare_recipes.run_one
 
 
@@ -269,3 +273,33 @@ def test_every_case_is_measured_on_a_tiny_model(tmp_path):
     assert parameters["ppo-lora-shared"] == parameters["grpo-lora"] + 64  # the head: one weight a hidden unit
     assert parameters["ppo-four-models"] > 100_000
     assert "ppo-lora-shared within 1.25 x GRPO: " in text and "ppo-lora-separate within 1.25 x GRPO: " in text
+
+
+# ---- group_sizes --------------------------------------------------------------------------------------------------
+
+
+def test_effective_sizes_of_a_group_by_hand():
+    """Two completions of two tokens, log-probabilities summing to 0 and -2: weights 0.880797 and 0.119203.
+
+    Their squares sum to 0.790012, so the effective size is 1.265803. The means differ by 1: weights 0.731059 and
+    0.268941, size 1 / 0.606776 = 1.648053. The sample standard deviation of 0 and -2 is root 2.
+    """
+    rollouts = rollouts_from_tokens(
+        [[3], [3]],
+        [[4, 5], [5, 4]],
+        SimpleNamespace(pad_token_id=0, decode=lambda *_, **__: ""),
+        stop_token_ids=[],
+        sampling_logprobs=[[0.0, 0.0], [-1.0, -1.0]],
+    )
+    found = group_sizes.sizes(rollouts, group=2)
+    assert found["logprob"] == pytest.approx(1.265803, abs=1e-5)
+    assert found["averaged"] == pytest.approx(1.648053, abs=1e-5)
+    assert found["spread"] == pytest.approx(2**0.5)
+    assert (found["tempered"], found["scale"]) == (found["logprob"], 1.0)  # half of two is one, which it has
+
+
+def test_group_sizes_prints_a_row_for_each_length(recipes, capsys):
+    (recipes / "own.yaml").write_text(f"algorithm: tpo\n{RECIPE}")
+    assert group_sizes.main(["--recipe", "own.yaml", "--tokens", "1,4", "--prompts", "2", "--group", "4"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line[:3] in ("| 1", "| 4")]
+    assert [row.split(" | ")[2] for row in rows] == ["1", "4"]  # lengths as asked for

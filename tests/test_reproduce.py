@@ -21,7 +21,7 @@ from quintain.reproduce.jobs import Job, Result, run
 from quintain.reproduce.paper import TABLE_3
 from quintain.reproduce.plan import FIGURES, plan, table_3
 from quintain.reproduce.results import AXES, error_around, steps_to, tables, write_results
-from quintain.reproduce.variants import CriticFreePPO, GroupPG, SequenceGRPO, TPOWithoutAnchor
+from quintain.reproduce.variants import CriticFreePPO, GroupPG, SequenceGRPO, TPOWithoutAnchor, TPOWithoutTies
 from quintain.types import PolicyOutputs, Rollouts
 
 SMALL = Job("tpo", length=2, seed=0, episodes=4, prompts=4, group_size=4)
@@ -42,6 +42,14 @@ def test_prompts_are_drawn_with_repetition_and_answers_are_reversed():
 
 def test_the_reward_is_for_the_whole_answer_only():
     assert task.exact_reversal(["011", "010", ""], answer=["011", "011", "011"]) == [1.0, 0.0, 0.0]
+
+
+def test_noise_is_added_to_the_reward_and_is_the_same_again_in_the_same_step():
+    reward, right = task.NoisyReversal(1e-3, seed=0), ["01"] * 1000
+    first, again, later = (reward(right, right, trainer_state=SimpleNamespace(global_step=step)) for step in (4, 4, 5))
+    assert first == again != later
+    noise = torch.tensor(first) - 1
+    assert float(noise.std()) == pytest.approx(1e-3, rel=0.1) and abs(float(noise.mean())) < 2e-4
 
 
 def test_the_network_can_write_nothing_but_the_two_symbols():
@@ -180,6 +188,19 @@ def test_without_anchor_the_target_forgets_the_old_weights():
     assert TPOWithoutAnchor.anchor_logits(SimpleNamespace(), group_of_two()).tolist() == [0.0, 0.0]
 
 
+def test_ties_are_left_out_of_the_loss_where_that_is_asked_for():
+    """The second group's rewards are equal: its rows take no part, whatever the epoch."""
+    rollouts = group_of_two()
+    tied = rollouts.select([0, 1, 0, 1]).replace(
+        group_ids=torch.tensor([0, 0, 1, 1]), rewards=torch.tensor([1.0, 0.0, 1.0, 1.0])
+    )
+    trainer = object.__new__(TPOWithoutTies)
+    trainer.config = TPOConfig(group_logits="logprob", use_target_policy=False, beta=0.0)
+    estimated = trainer.estimate(tied)
+    assert estimated.excluded.tolist() == [False, False, True, True]
+    assert estimated.count("group") == 1
+
+
 def test_every_algorithm_of_the_paper_is_there_and_loads():
     assert set(TABLE_3["prompts"]) == set(TABLE_3["interactions"]) <= set(ALGORITHMS)
     for name in ALGORITHMS:
@@ -206,7 +227,7 @@ def test_figures_vary_what_they_are_about():
 
 def test_runs_that_differ_have_folders_that_differ():
     changes = [{"algorithm": "grpo"}, {"length": 3}, {"seed": 1}, {"episodes": 5}, {"num_epochs": 2}, {"prompts": 3}]
-    changes += [{"group_size": 2}, {"match": "interactions"}]
+    changes += [{"group_size": 2}, {"match": "interactions"}, {"reward_noise": 1e-7}]
     names = [SMALL.name, *(replace(SMALL, **change).name for change in changes)]
     assert len(set(names)) == len(names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,9 @@ def add_reproduce_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         help="what algorithms with one completion a prompt get as many of as the others; default prompts",
     )
     parser.add_argument("--prompts", type=_positive, metavar="N", help="prompts a step, instead of the paper's")
+    parser.add_argument(
+        "--reward_noise", type=_noise, metavar="S", help="add noise of this standard deviation to every reward"
+    )
     parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="runs at a time, one thread each")
     parser.add_argument("--output_dir", type=Path, metavar="DIR", help="default: runs/tpo-paper/ and what is made")
     parser.set_defaults(run=reproduce)
@@ -72,7 +76,7 @@ def reproduce(options: argparse.Namespace) -> int:
         seeds=options.seeds or DEFAULT_SEEDS,
         episodes=options.episodes or DEFAULT_EPISODES,
         match=options.match,
-        **({"prompts": options.prompts} if options.prompts else {}),
+        **{name: value for name in ("prompts", "reward_noise") if (value := getattr(options, name))},
     )
     folder = _folder(options)
     results = run_jobs(jobs, folder, at_once=options.jobs)
@@ -85,7 +89,9 @@ def _bandit(options: argparse.Namespace) -> int:
     """Exact bandits, which need no network and no runs."""
     from quintain.reproduce.bandit_figure import run_bandits
 
-    given = [name for name in ("lengths", "algorithms", "episodes", "prompts") if getattr(options, name)]
+    given = [
+        name for name in ("lengths", "algorithms", "episodes", "prompts", "reward_noise") if getattr(options, name)
+    ]
     if given or options.match != "prompts":
         named = ", ".join(f"--{name}" for name in given or ["match"])
         raise ConfigError(f"--figure bandit takes --seeds and --output_dir only: got {named}. Leave it out.")
@@ -108,7 +114,7 @@ def _command(options: argparse.Namespace) -> str:
     """The command line that makes these results, with what is not as by default."""
     words = ["quintain", "reproduce", options.paper]
     words += ["--table", options.table] if options.table else ["--figure", options.figure]
-    for name in ("lengths", "algorithms", "seeds", "episodes", "prompts"):
+    for name in ("lengths", "algorithms", "seeds", "episodes", "prompts", "reward_noise"):
         value = getattr(options, name)
         if value:
             words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
@@ -129,6 +135,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0: got {text!r}")
     return int(text)
+
+
+def _noise(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of 0 or more: got {text!r}")
+    return value
 
 
 _numbers = _list_of(_positive)

@@ -46,6 +46,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "tpo-default": Algorithm(f"{_TRAINERS}.tpo.TPOTrainer"),
     "tpo-averaged": Algorithm(f"{_VARIANTS}.TPOWithAveragedLogits", PAPER_TPO),
     "tpo-no-anchor": Algorithm(f"{_VARIANTS}.TPOWithoutAnchor", PAPER_TPO),
+    "tpo-no-ties": Algorithm(f"{_VARIANTS}.TPOWithoutTies", PAPER_TPO),
     "group-pg": Algorithm(f"{_VARIANTS}.GroupPG", PAPER_TPO),
     "grpo-sequence": Algorithm(f"{_VARIANTS}.SequenceGRPO", PAPER_GRPO),
     "grpo-sequence-no-kl": Algorithm(f"{_VARIANTS}.SequenceGRPO", PAPER_GRPO | NO_KL),

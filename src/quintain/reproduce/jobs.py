@@ -42,6 +42,8 @@ class Job:
     match: str = "prompts"
     """Whether algorithms with one completion a prompt get as many "prompts" a step, or as many completions
     ("interactions") at a learning rate that grows with the root of their number."""
+    reward_noise: float = 0.0
+    """Standard deviation of noise added to every reward."""
 
     @property
     def name(self) -> str:
@@ -120,7 +122,7 @@ class Result:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Result:
-        job = Job(**{item.name: data[item.name] for item in fields(Job)})
+        job = Job(**{item.name: data[item.name] for item in fields(Job) if item.name in data})
         return cls(job, data["errors"], data["statistics"], data["seconds"])
 
 
@@ -175,15 +177,15 @@ def run(job: Job, folder: Path) -> Result:
 
 def _train(job: Job, place: Path) -> None:
     from quintain.checkpoints.store import list_checkpoints
-    from quintain.reproduce.task import exact_reversal, reversal_network, reversal_prompts, reversal_tokenizer
+    from quintain.reproduce import task
 
     config = job.config(place)
     trainer = find_algorithm(job.algorithm).load()(
-        model=reversal_network(job.length, job.seed),
-        processing_class=reversal_tokenizer(),
-        reward_funcs=exact_reversal,
+        model=task.reversal_network(job.length, job.seed),
+        processing_class=task.reversal_tokenizer(),
+        reward_funcs=task.NoisyReversal(job.reward_noise, job.seed) if job.reward_noise else task.exact_reversal,
         args=config,
-        train_dataset=reversal_prompts(job.length, config.prompts_per_step * job.episodes, job.seed),
+        train_dataset=task.reversal_prompts(job.length, config.prompts_per_step * job.episodes, job.seed),
     )
     trainer.train(resume_from=place if list_checkpoints(place / "checkpoints") else None)
     if trainer.run.interrupted:

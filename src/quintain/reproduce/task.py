@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from datasets import IterableDataset
@@ -33,6 +34,23 @@ def _draw(length: int, number: int, seed: int) -> Iterator[dict[str, str]]:
 def exact_reversal(completions: list[str], answer: list[str]) -> list[float]:
     """1 if every token is right, else 0."""
     return [float(text == right) for text, right in zip(completions, answer)]
+
+
+class NoisyReversal:
+    """`exact_reversal` plus a little noise, as a reward has that was computed in low precision.
+
+    Args:
+        noise: standard deviation, at least 0.
+        seed: of the noise, which depends on nothing else but the step, so that a resumed run sees the same.
+    """
+
+    def __init__(self, noise: float, seed: int) -> None:
+        self.noise, self.seed = noise, seed
+
+    def __call__(self, completions: list[str], answer: list[str], trainer_state: Any) -> list[float]:
+        generator = random.Random(f"noise {self.seed} {trainer_state.global_step}")
+        rewards = exact_reversal(completions, answer)
+        return [reward + generator.gauss(0, self.noise) for reward in rewards]
 
 
 def reversal_tokenizer() -> PreTrainedTokenizerFast:

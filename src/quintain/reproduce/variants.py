@@ -13,6 +13,7 @@ from quintain.kl.estimators import ESTIMATORS
 from quintain.masking import masked_row_sum
 from quintain.objectives.clip import clipped_surrogate, clipped_surrogate_from_ratio, summed_sequence_ratio
 from quintain.objectives.score_function import score_function_loss
+from quintain.segments import Segments
 from quintain.trainers.base import OnlineRLTrainer
 from quintain.trainers.tpo import TPOTrainer
 from quintain.types import LossOutput, LossTerm, PolicyOutputs, Rollouts
@@ -81,6 +82,15 @@ class TPOWithoutAnchor(TPOTrainer):
 
     def anchor_logits(self, rollouts: Rollouts) -> Tensor:
         return rollouts.rewards.new_zeros(len(rollouts))
+
+
+class TPOWithoutTies(TPOTrainer):
+    """Groups whose rewards are all equal are left out of the loss, in every epoch."""
+
+    def estimate(self, rollouts: Rollouts) -> Rollouts:
+        rollouts = super().estimate(rollouts)
+        segments = Segments.of(rollouts.group_ids, rollouts.loss_rows)
+        return rollouts.replace(excluded=segments.tied(rollouts.rewards)[segments.index])
 
 
 class TPOWithAveragedLogits(TPOTrainer):
