@@ -237,6 +237,9 @@ def test_the_expected_recipes_are_shipped():
         "tiny",
         "arithmetic",
         "arithmetic-ppo",
+        "arithmetic-tpo",
+        "arithmetic-rloo",
+        "arithmetic-dg",
     }
     assert expected <= set(SHIPPED)
 
@@ -265,3 +268,12 @@ def test_the_quickstarts_differ_in_the_algorithm_only():
         other = load_recipe(name)
         assert (other.model, other.dataset, other.rewards) == (quickstart.model, quickstart.dataset, quickstart.rewards)
         assert other.config.completions_per_step == quickstart.config.completions_per_step
+
+
+def test_the_arithmetic_recipes_ask_the_same_of_every_algorithm():
+    arithmetic = load_recipe("arithmetic")
+    same = ("learning_rate", "temperature", "max_completion_length", "max_steps", "completions_per_step")
+    for name in ("arithmetic-tpo", "arithmetic-rloo", "arithmetic-dg", "arithmetic-ppo"):
+        other = load_recipe(name)
+        assert (other.model, other.dataset, other.rewards) == (arithmetic.model, arithmetic.dataset, arithmetic.rewards)
+        assert [getattr(other.config, key) for key in same] == [getattr(arithmetic.config, key) for key in same]

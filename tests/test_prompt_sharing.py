@@ -96,9 +96,10 @@ def test_a_pack_is_the_prompt_once_and_every_completion_after_it():
     rollouts = ragged(prompt_lengths=(3,), completions=2)
     layout = lay_out(rollouts, 2)
     lengths = rollouts.lengths.tolist()
-    assert layout.input_ids.shape == (1, 3 + sum(lengths))
-    assert layout.position_ids[0].tolist() == [0, 1, 2, *range(3, 3 + lengths[0]), *range(3, 3 + lengths[1])]
-    second_starts = 3 + lengths[0]
+    read = [length - 1 for length in lengths]  # a last token is predicted and predicts nothing
+    assert layout.input_ids.shape == (1, 3 + sum(read))
+    assert layout.position_ids[0].tolist() == [0, 1, 2, *range(3, 3 + read[0]), *range(3, 3 + read[1])]
+    second_starts = 3 + read[0]
     seen = layout.attention_mask[0, 0]
     assert seen[second_starts].nonzero().flatten().tolist() == [0, 1, 2, second_starts]
     assert layout.predicting[0] == layout.predicting[lengths[0]] == 2  # both first tokens: the end of the prompt
@@ -116,7 +117,8 @@ def test_a_completion_sampled_twice_is_computed_once_and_counts_twice(pack_size)
     lengths = rollouts.lengths.tolist()
     distinct = [lengths[row] for row in (0, 1, 3)]
     assert layout.attention_mask.shape[0] == (3 if pack_size == 1 else 1)
-    assert layout.input_ids.shape[1] == 4 + (max(distinct) if pack_size == 1 else sum(distinct))
+    read = [length - 1 for length in distinct]  # a last token is predicted and predicts nothing
+    assert layout.input_ids.shape[1] == 4 + (max(read) if pack_size == 1 else sum(read))
 
     model = tiny_model().double().eval()
     module = ActorCritic(model)
@@ -132,7 +134,8 @@ def test_a_completion_sampled_twice_is_computed_once_and_counts_twice(pack_size)
 
 def test_packs_are_small_where_one_prompt_has_many_more_distinct_completions_than_the_others():
     """Padding to the longest pack would cost more than sharing one prompt saves."""
-    lopsided = {(1,): {(index,): [index] for index in range(8)}, **{(9, index): {(1,): [9]} for index in range(50)}}
+    many, one = {(index, 0): [index] for index in range(8)}, {(1, 1): [9]}
+    lopsided = {(1,): many, **{(9, index): one for index in range(50)}}
     assert best_pack_size(lopsided, PackingCost(token=1.0, pair=0.0)) == 1
     assert best_pack_size({(1,): lopsided[(1,)]}, PackingCost(token=1.0, pair=0.0)) == 8
 

@@ -84,9 +84,10 @@ def lay_out(rollouts: Rollouts, packing: int | PackingCost) -> Layout:
                 start = len(tokens)
                 predicting = [len(prompt) - 1, *range(start, start + len(completion) - 1)][: len(completion)]
                 where.update(dict.fromkeys(completions[completion], (len(ids), predicting)))
-                tokens += completion
-                places += range(len(prompt), len(prompt) + len(completion))
-                segments += [order] * len(completion)
+                # The last token predicts nothing, so it is no input.
+                tokens += completion[:-1]
+                places += range(len(prompt), len(prompt) + len(completion) - 1)
+                segments += [order] * (len(completion) - 1)
             ids.append(tokens)
             positions.append(places)
             owners.append(segments)
@@ -113,7 +114,7 @@ def best_pack_size(sequences: Sequences, cost: PackingCost) -> int:
     """
     groups = [len(completions) for completions in sequences.values()]
     prompt = fmean(map(len, sequences))
-    completion = fmean(len(ids) for completions in sequences.values() for ids in completions)
+    completion = fmean(max(len(ids) - 1, 0) for completions in sequences.values() for ids in completions)
 
     def total(size: int) -> float:
         packs = [-(-group // size) for group in groups]
