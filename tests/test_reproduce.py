@@ -20,6 +20,7 @@ from quintain.reproduce.algorithms import ALGORITHMS, find_algorithm
 from quintain.reproduce.jobs import Job, Result, run
 from quintain.reproduce.paper import TABLE_3
 from quintain.reproduce.plan import FIGURES, plan, table_3
+from quintain.reproduce.published_muon import PublishedMuon
 from quintain.reproduce.results import AXES, error_around, steps_to, tables, write_results
 from quintain.reproduce.variants import CriticFreePPO, GroupPG, SequenceGRPO, TPOWithoutAnchor, TPOWithoutTies
 from quintain.types import PolicyOutputs, Rollouts
@@ -28,6 +29,33 @@ SMALL = Job("tpo", length=2, seed=0, episodes=4, prompts=4, group_size=4)
 
 
 # ---- the task ---------------------------------------------------------------------------------------------------
+
+
+def test_the_published_optimizer_gives_muon_what_the_papers_code_gives_it():
+    model = task.reversal_network(7, seed=0)
+    optimizer = PublishedMuon(model, lr=1e-3)
+    names = {id(parameter): name.removeprefix("model.decoder.") for name, parameter in model.named_parameters()}
+    muon, adam = (
+        {
+            names[id(parameter)].removeprefix("model.decoder.")
+            for group in part.param_groups
+            for parameter in group["params"]
+        }
+        for part in (optimizer.muon, optimizer.adam)
+    )
+    assert {"embed_tokens.weight", "embed_positions.weight", "layers.0.fc1.weight", "lm_head.weight"} <= muon
+    assert {"layers.0.self_attn.q_proj.weight", "layers.1.fc2.bias", "final_layer_norm.weight"} <= adam
+    assert len(muon) + len(adam) == len(names)
+    rates = {names[id(group["params"][0])]: group["lr"] for group in optimizer.param_groups}
+    assert rates["embed_tokens.weight"] == pytest.approx(1e-3 * (64 / 2) ** 0.5)
+    assert rates["embed_positions.weight"] == pytest.approx(1e-3 * (64 / 14) ** 0.5)
+
+
+@pytest.mark.parametrize("optimizer", ["package", "published"])
+def test_a_run_learns_with_either_optimizer(optimizer, tmp_path):
+    """One bit copied: half of all answers are right by chance."""
+    job = Job("tpo", length=1, seed=0, episodes=15, prompts=8, group_size=4, optimizer=optimizer)
+    assert run(job, tmp_path).errors[-1] < 0.1
 
 
 def test_prompts_are_drawn_with_repetition_and_answers_are_reversed():
@@ -227,7 +255,7 @@ def test_figures_vary_what_they_are_about():
 
 def test_runs_that_differ_have_folders_that_differ():
     changes = [{"algorithm": "grpo"}, {"length": 3}, {"seed": 1}, {"episodes": 5}, {"num_epochs": 2}, {"prompts": 3}]
-    changes += [{"group_size": 2}, {"match": "interactions"}, {"reward_noise": 1e-7}]
+    changes += [{"group_size": 2}, {"match": "interactions"}, {"reward_noise": 1e-7}, {"optimizer": "published"}]
     names = [SMALL.name, *(replace(SMALL, **change).name for change in changes)]
     assert len(set(names)) == len(names)
 
@@ -247,8 +275,10 @@ def test_a_finished_run_is_not_made_again_and_its_result_is_read_back(tmp_path):
     assert jobs_module._finished(replace(SMALL, episodes=5), tmp_path) is None
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
-    whole = run(replace(SMALL, episodes=6), tmp_path / "whole")
+@pytest.mark.parametrize("optimizer", ["package", "published"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(optimizer, tmp_path, monkeypatch):
+    job = replace(SMALL, episodes=6, optimizer=optimizer)
+    whole = run(job, tmp_path / "whole")
     monkeypatch.setattr(jobs_module, "SAVE_STEPS", 2)
     calls = []
 
@@ -261,10 +291,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, monkeypa
     reward = task.exact_reversal
     monkeypatch.setattr(task, "exact_reversal", stopped_at_the_fourth_step)
     with pytest.raises(KeyboardInterrupt):
-        run(replace(SMALL, episodes=6), tmp_path / "stopped")
-    assert (tmp_path / "stopped" / "runs" / replace(SMALL, episodes=6).name / "checkpoints" / "step-000002").is_dir()
+        run(job, tmp_path / "stopped")
+    assert (tmp_path / "stopped" / "runs" / job.name / "checkpoints" / "step-000002").is_dir()
     monkeypatch.setattr(task, "exact_reversal", reward)
-    assert run(replace(SMALL, episodes=6), tmp_path / "stopped").errors == whole.errors
+    assert run(job, tmp_path / "stopped").errors == whole.errors
 
 
 @pytest.mark.slow

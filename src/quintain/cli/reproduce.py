@@ -12,6 +12,8 @@ from typing import TypeVar
 from quintain.errors import ConfigError
 
 PAPERS = ("tpo-paper",)
+STANDARD = {"match": "prompts", "optimizer": "package"}
+"""How table 3 is made unless the options say otherwise."""
 DEFAULT_SEEDS, DEFAULT_EPISODES, BANDIT_SEEDS = 3, 2000, 100
 
 Item = TypeVar("Item")
@@ -46,12 +48,18 @@ def add_reproduce_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "--match",
         choices=["prompts", "interactions"],
-        default="prompts",
+        default=STANDARD["match"],
         help="what algorithms with one completion a prompt get as many of as the others; default prompts",
     )
     parser.add_argument("--prompts", type=_positive, metavar="N", help="prompts a step, instead of the paper's")
     parser.add_argument(
         "--reward_noise", type=_noise, metavar="S", help="add noise of this standard deviation to every reward"
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=["package", "published"],
+        default=STANDARD["optimizer"],
+        help="Muon as `optim: muon` applies it (the default), or to the tensors that the paper's code gives it",
     )
     parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="runs at a time, one thread each")
     parser.add_argument("--output_dir", type=Path, metavar="DIR", help="default: runs/tpo-paper/ and what is made")
@@ -76,6 +84,7 @@ def reproduce(options: argparse.Namespace) -> int:
         seeds=options.seeds or DEFAULT_SEEDS,
         episodes=options.episodes or DEFAULT_EPISODES,
         match=options.match,
+        optimizer=options.optimizer,
         **{name: value for name in ("prompts", "reward_noise") if (value := getattr(options, name))},
     )
     folder = _folder(options)
@@ -92,8 +101,9 @@ def _bandit(options: argparse.Namespace) -> int:
     given = [
         name for name in ("lengths", "algorithms", "episodes", "prompts", "reward_noise") if getattr(options, name)
     ]
-    if given or options.match != "prompts":
-        named = ", ".join(f"--{name}" for name in given or ["match"])
+    given += [name for name, default in STANDARD.items() if getattr(options, name) != default]
+    if given:
+        named = ", ".join(f"--{name}" for name in given)
         raise ConfigError(f"--figure bandit takes --seeds and --output_dir only: got {named}. Leave it out.")
     folder = _folder(options)
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,9 +114,8 @@ def _bandit(options: argparse.Namespace) -> int:
 
 def _folder(options: argparse.Namespace) -> Path:
     made = f"table-{options.table}" if options.table else f"figure-{options.figure}"
-    if options.match != "prompts":
-        made = f"{made}-{options.match}"
-    folder: Path = options.output_dir or Path("runs") / options.paper / made
+    special = [getattr(options, name) for name, default in STANDARD.items() if getattr(options, name) != default]
+    folder: Path = options.output_dir or Path("runs") / options.paper / "-".join([made, *special])
     return folder
 
 
@@ -118,8 +127,9 @@ def _command(options: argparse.Namespace) -> str:
         value = getattr(options, name)
         if value:
             words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-    if options.match != "prompts":
-        words += ["--match", options.match]
+    for name, default in STANDARD.items():
+        if getattr(options, name) != default:
+            words += [f"--{name}", getattr(options, name)]
     return shlex.join(words)
 
 

@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
@@ -44,6 +43,8 @@ class Job:
     ("interactions") at a learning rate that grows with the root of their number."""
     reward_noise: float = 0.0
     """Standard deviation of noise added to every reward."""
+    optimizer: str = "package"
+    """Whether Muon is applied as `optim: muon` does ("package"), or as the paper's code does ("published")."""
 
     @property
     def name(self) -> str:
@@ -104,6 +105,7 @@ class Result:
     statistics: dict[str, float]
     """Means over the first 100 steps and over all, of a few other metrics."""
     seconds: float
+    """Of all steps together."""
 
     @property
     def final_error(self) -> float:
@@ -165,10 +167,9 @@ def run(job: Job, folder: Path) -> Result:
     torch.set_num_threads(1)  # on tensors this small, more threads only wait for each other
     place = _place(job, folder)
     place.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
     with (place / "log.txt").open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
         _train(job, place)
-    result = _read(job, place, time.perf_counter() - started)
+    result = _read(job, place)
     whole = place / "result.json.part"
     whole.write_text(json.dumps(result.to_dict()), encoding="utf-8")
     os.replace(whole, place / "result.json")
@@ -178,21 +179,25 @@ def run(job: Job, folder: Path) -> Result:
 def _train(job: Job, place: Path) -> None:
     from quintain.checkpoints.store import list_checkpoints
     from quintain.reproduce import task
+    from quintain.reproduce.published_muon import PublishedMuon
 
     config = job.config(place)
+    network = task.reversal_network(job.length, job.seed)
+    own = PublishedMuon(network, config.learning_rate) if job.optimizer == "published" else None
     trainer = find_algorithm(job.algorithm).load()(
-        model=task.reversal_network(job.length, job.seed),
+        model=network,
         processing_class=task.reversal_tokenizer(),
         reward_funcs=task.NoisyReversal(job.reward_noise, job.seed) if job.reward_noise else task.exact_reversal,
         args=config,
         train_dataset=task.reversal_prompts(job.length, config.prompts_per_step * job.episodes, job.seed),
+        optimizers=(own, None),
     )
     trainer.train(resume_from=place if list_checkpoints(place / "checkpoints") else None)
     if trainer.run.interrupted:
         raise KeyboardInterrupt
 
 
-def _read(job: Job, place: Path, seconds: float) -> Result:
+def _read(job: Job, place: Path) -> Result:
     from quintain.monitor.runs import read_metrics
 
     rows = read_metrics(place).rows
@@ -203,7 +208,7 @@ def _read(job: Job, place: Path, seconds: float) -> Result:
         if values:
             statistics[f"{name}, first 100 steps"] = sum(values[:100]) / len(values[:100])
             statistics[name] = sum(values) / len(values)
-    return Result(job, errors, statistics, seconds)
+    return Result(job, errors, statistics, sum(float(row["time/step"]) for row in rows))
 
 
 def _finished(job: Job, folder: Path) -> Result | None:
