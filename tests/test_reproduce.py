@@ -21,7 +21,7 @@ from quintain.reproduce.jobs import Job, Result, run
 from quintain.reproduce.paper import TABLE_3
 from quintain.reproduce.plan import FIGURES, plan, table_3
 from quintain.reproduce.published_muon import PublishedMuon
-from quintain.reproduce.results import AXES, error_around, steps_to, tables, write_results
+from quintain.reproduce.results import AXES, error_around, steps_to, tables, worst_after, write_results
 from quintain.reproduce.variants import CriticFreePPO, GroupPG, SequenceGRPO, TPOWithoutAnchor, TPOWithoutTies
 from quintain.types import PolicyOutputs, Rollouts
 
@@ -362,6 +362,12 @@ def test_an_error_is_reached_when_the_mean_of_ten_steps_is_there():
     assert steps_to(result("tpo", 7, 0, [1.0] * 40), 0.5) is None
 
 
+def test_a_relapse_is_the_worst_ten_steps_after_the_error_was_reached():
+    relapses = result("tpo", 7, 0, [1.0] * 5 + [0.0] * 20 + [1.0] * 4 + [0.0] * 20)
+    assert worst_after(relapses, 0.01) == pytest.approx(0.4)
+    assert worst_after(result("tpo", 7, 0, [1.0] * 40), 0.01) is None
+
+
 def test_the_error_around_a_step_looks_back_only():
     assert error_around(result("tpo", 7, 0, [1.0] * 5 + [0.0] * 20), 10) == pytest.approx(0.5)
     assert error_around(result("tpo", 7, 0, [1.0, 0.0]), 1) == 1.0
@@ -372,8 +378,8 @@ def test_the_table_gives_intervals_solved_seeds_and_the_papers_number():
     runs = [result("tpo", 7, 0, [1.0] * 20 + [0.0] * 40), result("tpo", 7, 1, [1.0] * 60)]
     runs += [result("dg", 9, 0, [1.0] * 60)]
     lines = tables(runs, AXES["length"], TABLE_3["prompts"]).splitlines()
-    assert lines[2] == "| tpo | 7 | 2 | 50.0 ± 635.3 | 0.0, 100.0 | 6.9 | 1/2 | 25 (1/2) | 30 (1/2) |"
-    assert lines[3] == "| dg | 9 | 1 | 100.0 | 100.0 | > 95 | 0/1 | - (0/1) | - (0/1) |"
+    assert lines[2] == "| tpo | 7 | 2 | 50.0 ± 635.3 | 0.0, 100.0 | 6.9 | 1/2 | 25 (1/2) | 30 (1/2) | 0.0, - |"
+    assert lines[3] == "| dg | 9 | 1 | 100.0 | 100.0 | > 95 | 0/1 | - (0/1) | - (0/1) | - |"
 
 
 def test_results_are_plain_json_that_holds_every_step(tmp_path):

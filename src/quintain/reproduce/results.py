@@ -68,6 +68,7 @@ def tables(results: Sequence[Result], axis: Axis, paper: Errors) -> str:
         f"solved (< {100 * SOLVED:g}%)",
         "steps to 50%",
         "steps to 1%",
+        "worst after that %",
     )
     for (algorithm, value), runs in groups.items():
         lines.append(
@@ -81,6 +82,7 @@ def tables(results: Sequence[Result], axis: Axis, paper: Errors) -> str:
                 f"{sum(run.final_error < SOLVED for run in runs)}/{len(runs)}",
                 median_steps(runs, 0.5),
                 median_steps(runs, 0.01),
+                ", ".join("-" if (worst := worst_after(run, 0.01)) is None else f"{100 * worst:.1f}" for run in runs),
             )
         )
     steps = curve_steps(results)
@@ -107,6 +109,14 @@ def steps_to(result: Result, error: float) -> int | None:
         if statistics.fmean(errors[step - SMOOTHED_STEPS : step]) <= error:
             return step
     return None
+
+
+def worst_after(result: Result, error: float) -> float | None:
+    """The largest error, averaged as in `steps_to`, once `error` had been reached: how far a solved run fell back."""
+    reached = steps_to(result, error)
+    if reached is None:
+        return None
+    return max(error_around(result, step) for step in range(reached, len(result.errors) + 1))
 
 
 def median_steps(runs: Sequence[Result], error: float) -> str:
