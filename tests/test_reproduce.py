@@ -10,19 +10,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 
 from quintain.cli.main import main
 from quintain.configs.algorithms import GRPOConfig, TPOConfig
-from quintain.errors import ConfigError
+from quintain.errors import ConfigError, DataError
 from quintain.reproduce import jobs as jobs_module
+from quintain.reproduce import runs as runs_module
 from quintain.reproduce import task
 from quintain.reproduce.algorithms import ALGORITHMS, find_algorithm
-from quintain.reproduce.jobs import Job, Result, run
-from quintain.reproduce.paper import TABLE_3
+from quintain.reproduce.jobs import Job, Result
+from quintain.reproduce.paper import TABLE_3, reported
 from quintain.reproduce.plan import FIGURES, plan, table_3
 from quintain.reproduce.published_muon import PublishedMuon
 from quintain.reproduce.results import AXES, error_around, steps_to, tables, worst_after, write_results
-from quintain.reproduce.variants import CriticFreePPO, GroupPG, SequenceGRPO, TPOWithoutAnchor, TPOWithoutTies
+from quintain.reproduce.runs import finished, run, run_jobs
+from quintain.reproduce.variants import (
+    CriticFreePPO,
+    GroupPG,
+    SequenceGRPO,
+    TPOWithAveragedLogits,
+    TPOWithoutAnchor,
+    TPOWithoutTies,
+)
 from quintain.types import PolicyOutputs, Rollouts
 
 SMALL = Job("tpo", length=2, seed=0, episodes=4, prompts=4, group_size=4)
@@ -74,7 +84,11 @@ def test_the_reward_is_for_the_whole_answer_only():
 
 def test_noise_is_added_to_the_reward_and_is_the_same_again_in_the_same_step():
     reward, right = task.NoisyReversal(1e-3, seed=0), ["01"] * 1000
-    first, again, later = (reward(right, right, trainer_state=SimpleNamespace(global_step=step)) for step in (4, 4, 5))
+    logged = {}
+    first, again, later = (
+        reward(right, right, SimpleNamespace(global_step=step), logged.__setitem__) for step in (4, 4, 5)
+    )
+    assert logged == {"exact": 1.0}
     assert first == again != later
     noise = torch.tensor(first) - 1
     assert float(noise.std()) == pytest.approx(1e-3, rel=0.1) and abs(float(noise.mean())) < 2e-4
@@ -151,7 +165,10 @@ def test_a_name_may_carry_settings(tmp_path):
         ("tpo+eta", "field=value"),
         ("tpo+etta=1", "'etta' is not a setting of TPOConfig. Did you mean 'eta'"),
         ("tpo+eta=0", "eta must be"),
-        ("grpo+num_generations=1", "num_generations must be 2 or more"),
+        ("tpo+eta=1+eta=2", "gives eta twice"),
+        ("tpo+seed=5", "seed is decided by the experiment"),
+        ("tpo+max_steps=3", "max_steps is decided by the experiment"),
+        ("grpo+num_generations=1", "num_generations is decided by the experiment"),
     ],
 )
 def test_a_wrong_algorithm_is_refused(name, words, tmp_path):
@@ -194,6 +211,20 @@ def test_sequence_grpo_clips_the_ratio_of_the_whole_completion():
     rollouts = SequenceGRPO.estimate(trainer, group_of_two())
     loss = SequenceGRPO.loss(trainer, PolicyOutputs(logprobs), rollouts)
     assert gradient(loss, logprobs) == [pytest.approx([0.007251] * 2, abs=1e-6), pytest.approx([1.0, 1.0])]
+
+
+def test_sequence_grpo_leaves_no_kl_to_the_loop():
+    """It is part of the loss, and would be counted twice."""
+    assert SequenceGRPO.kl_loss_coef.fget(SimpleNamespace(config=GRPOConfig(beta=0.04))) == 0
+
+
+def test_averaged_logits_are_means_over_a_completions_own_tokens():
+    """Log-probabilities -1, -3 and -1 alone: means -2 and -1."""
+    rollouts = replace(group_of_two(), completion_mask=torch.tensor([[True, True], [True, False]]))
+    trainer = object.__new__(TPOWithAveragedLogits)
+    trainer.config = TPOConfig(group_logits="logprob", use_target_policy=False, beta=0.0)
+    logits = trainer.group_logits(torch.tensor([[-1.0, -3.0], [-1.0, torch.nan]]), rollouts)
+    assert logits.tolist() == [-2.0, -1.0]
 
 
 def test_critic_free_ppo_clips_a_token_and_takes_the_batch_mean_off():
@@ -253,6 +284,30 @@ def test_figures_vary_what_they_are_about():
     assert {job.group_size for job in plan(FIGURES["groups"], seeds=1)} == {4, 8, 16, 32, 64}
 
 
+@pytest.mark.parametrize(("figure", "algorithm"), [("epochs", "dg"), ("groups", "ppo"), ("groups", "dg")])
+def test_an_algorithm_that_a_figure_cannot_vary_is_refused(figure, algorithm):
+    with pytest.raises(ConfigError, match=f"{algorithm} .*Leave it out"):
+        plan(FIGURES[figure], algorithms=[algorithm], seeds=1)
+
+
+def test_lengths_are_compared_in_tables_of_lengths_only():
+    """They would be averaged as if they were seeds."""
+    with pytest.raises(ConfigError, match="takes one number where epochs"):
+        plan(FIGURES["epochs"], lengths=[7, 8], seeds=1)
+    assert len(plan(FIGURES["anchor"], lengths=[7, 8], seeds=1)) == 8
+
+
+def test_the_published_optimizer_leaves_no_room_for_another(tmp_path):
+    with pytest.raises(ConfigError, match="optim has no effect with --optimizer published"):
+        Job("tpo+optim=adamw", 7, 0, optimizer="published").config(tmp_path)
+    assert Job("tpo+optim=adamw", 7, 0).config(tmp_path).optim == "adamw"
+
+
+def test_the_papers_grpo_is_the_one_with_a_ratio_a_completion():
+    assert reported(TABLE_3["prompts"], "grpo-sequence", 7) == reported(TABLE_3["prompts"], "grpo", 7) == 14.5
+    assert reported(TABLE_3["prompts"], "tpo+eta=2", 7) is None
+
+
 def test_runs_that_differ_have_folders_that_differ():
     changes = [{"algorithm": "grpo"}, {"length": 3}, {"seed": 1}, {"episodes": 5}, {"num_epochs": 2}, {"prompts": 3}]
     changes += [{"group_size": 2}, {"match": "interactions"}, {"reward_noise": 1e-7}, {"optimizer": "published"}]
@@ -271,8 +326,51 @@ def test_every_algorithm_runs(name, tmp_path):
 
 def test_a_finished_run_is_not_made_again_and_its_result_is_read_back(tmp_path):
     made = run(SMALL, tmp_path)
-    assert jobs_module._finished(SMALL, tmp_path).errors == pytest.approx(made.errors, abs=1e-5)
-    assert jobs_module._finished(replace(SMALL, episodes=5), tmp_path) is None
+    assert finished(SMALL, tmp_path).errors == pytest.approx(made.errors, abs=1e-5)
+    assert finished(replace(SMALL, episodes=5), tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"algorithm": "tpo"}'])
+def test_a_result_that_cannot_be_read_is_made_again(damage, tmp_path):
+    run(SMALL, tmp_path)
+    (tmp_path / "runs" / SMALL.name / "result.json").write_text(damage)
+    assert finished(SMALL, tmp_path) is None
+    assert len(run(SMALL, tmp_path).errors) == SMALL.episodes
+
+
+def test_metrics_that_lack_steps_are_no_result(tmp_path, monkeypatch):
+    """Such as after another process had taken the file away."""
+    monkeypatch.setattr(runs_module, "_train", lambda job, place: None)
+    place = tmp_path / "runs" / SMALL.name
+    place.mkdir(parents=True)
+    rows = [{"step": step, "reward": 1.0, "time/step": 0.1} for step in (1, 2, 4)]
+    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="has 3 steps where the run has 4"):
+        run(SMALL, tmp_path)
+    assert finished(SMALL, tmp_path) is None
+
+
+def test_one_run_is_made_by_one_process_at_a_time(tmp_path):
+    place = tmp_path / "runs" / SMALL.name
+    place.mkdir(parents=True)
+    with FileLock(place / "lock"), pytest.raises(ConfigError, match="another command"):
+        run(SMALL, tmp_path)
+    assert len(run(SMALL, tmp_path).errors) == SMALL.episodes
+
+
+def test_the_error_is_counted_without_the_noise(tmp_path):
+    """Rewards of 1 +- 100 would give errors far outside [0, 1]."""
+    assert all(0 <= error <= 1 for error in run(replace(SMALL, reward_noise=100.0), tmp_path).errors)
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path):
+    other = replace(SMALL, seed=1)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / SMALL.name).write_text("a file where the run's folder should be")
+    results, failed = run_jobs([SMALL, other], tmp_path, at_once=1)
+    assert [result.job for result in results] == [other]
+    assert len(failed) == 1 and failed[0].startswith(SMALL.name)
 
 
 @pytest.mark.parametrize("optimizer", ["package", "published"])
@@ -325,10 +423,15 @@ def test_the_command_makes_runs_side_by_side_and_writes_what_it_prints(tmp_path,
         ("--table 3 --algorithms tppo", "got 'tppo'. Did you mean"),
         ("--table 3 --algorithms tpo,tpo", "once"),
         ("--figure epocs", "got 'epocs'. Did you mean 'epochs'"),
+        ("--figure bandit --jobs 2", "takes --seeds and --output_dir only: got --jobs"),
+        ("--table 3 --output_dir README.md", "must be a folder"),
+        ("--figure bandit --output_dir README.md", "must be a folder"),
         ("--figure bandit --lengths 7", "takes --seeds and --output_dir only: got --lengths"),
     ],
 )
-def test_a_wrong_command_is_refused_before_anything_runs(words, message, capsys):
+def test_a_wrong_command_is_refused_before_anything_runs(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("")
     assert main(["reproduce", "tpo-paper", *words.split()]) == 2
     assert message in capsys.readouterr().err
 
@@ -374,11 +477,11 @@ def test_the_error_around_a_step_looks_back_only():
 
 
 def test_the_table_gives_intervals_solved_seeds_and_the_papers_number():
-    """Errors 0 and 100% in two seeds: mean 50%, half-width 12.706 * 0.7071 / sqrt(2) = 6.353, in percent 635.3."""
+    """Errors 0 and 100% in two seeds: mean 50%, half-width 12.706 * 0.7071 / sqrt(2), beyond both ends."""
     runs = [result("tpo", 7, 0, [1.0] * 20 + [0.0] * 40), result("tpo", 7, 1, [1.0] * 60)]
     runs += [result("dg", 9, 0, [1.0] * 60)]
     lines = tables(runs, AXES["length"], TABLE_3["prompts"]).splitlines()
-    assert lines[2] == "| tpo | 7 | 2 | 50.0 ± 635.3 | 0.0, 100.0 | 6.9 | 1/2 | 25 (1/2) | 30 (1/2) | 0.0, - |"
+    assert lines[2] == "| tpo | 7 | 2 | 50.0 [0.0, 100.0] | 0.0, 100.0 | 6.9 | 1/2 | 25 (1/2) | 30 (1/2) | 0.0, - |"
     assert lines[3] == "| dg | 9 | 1 | 100.0 | 100.0 | > 95 | 0/1 | - (0/1) | - (0/1) | - |"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -26,13 +27,14 @@ def add_reproduce_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         help="a paper's tables and figures, ours beside theirs",
         description="Run the experiments of Target Policy Optimization (arXiv:2604.06159) on this package's trainers, "
         "and set the errors beside the paper's. Started again with the same options, the command skips runs that are "
-        "finished and goes on with those that were stopped.",
+        "finished and goes on with those that were stopped. results.json, table.md and errors.png in the folder hold "
+        "the runs of the last command.",
         allow_abbrev=False,
     )
     parser.add_argument("paper", choices=PAPERS)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--table", choices=["3"], help="terminal reward at lengths 7 to 10")
-    what.add_argument("--figure", metavar="NAME", help="epochs, groups, anchor, or bandit (seconds)")
+    what.add_argument("--figure", metavar="NAME", help="epochs, groups, anchor, or bandit (half a minute)")
     parser.add_argument("--lengths", type=_numbers, default=[], metavar="H,H", help="token lengths, such as 7,10")
     parser.add_argument(
         "--algorithms",
@@ -49,7 +51,8 @@ def add_reproduce_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         "--match",
         choices=["prompts", "interactions"],
         default=STANDARD["match"],
-        help="what algorithms with one completion a prompt get as many of as the others; default prompts",
+        help="give algorithms with one completion a prompt as many prompts as the others (the default), or as many "
+        "completions, at a learning rate that grows with the root of their number",
     )
     parser.add_argument("--prompts", type=_positive, metavar="N", help="prompts a step, instead of the paper's")
     parser.add_argument(
@@ -61,7 +64,7 @@ def add_reproduce_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         default=STANDARD["optimizer"],
         help="Muon as `optim: muon` applies it (the default), or to the tensors that the paper's code gives it",
     )
-    parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="runs at a time, one thread each")
+    parser.add_argument("--jobs", type=_positive, metavar="N", help="runs at a time, one thread each; default 1")
     parser.add_argument("--output_dir", type=Path, metavar="DIR", help="default: runs/tpo-paper/ and what is made")
     parser.set_defaults(run=reproduce)
 
@@ -70,9 +73,7 @@ def reproduce(options: argparse.Namespace) -> int:
     """Make the runs, write their results, and print them."""
     if options.figure == "bandit":
         return _bandit(options)
-    from quintain.reproduce.jobs import run_jobs
     from quintain.reproduce.plan import find_figure, plan, table_3
-    from quintain.reproduce.results import AXES, write_results
 
     experiment = table_3(options.match) if options.table else find_figure(options.figure)
     if len(set(options.algorithms)) < len(options.algorithms) or len(set(options.lengths)) < len(options.lengths):
@@ -87,11 +88,20 @@ def reproduce(options: argparse.Namespace) -> int:
         optimizer=options.optimizer,
         **{name: value for name in ("prompts", "reward_noise") if (value := getattr(options, name))},
     )
+    from quintain.reproduce.results import AXES, write_results
+    from quintain.reproduce.runs import run_jobs
+
     folder = _folder(options)
-    results = run_jobs(jobs, folder, at_once=options.jobs)
-    text = write_results(results, folder, axis=AXES[experiment.axis], paper=experiment.paper, command=_command(options))
-    print(f"{experiment.title}\n\n{text}\n\nresults.json, table.md and errors.png are in {folder}.")
-    return 0
+    results, failed = run_jobs(jobs, folder, at_once=options.jobs or 1)
+    if results:
+        # A figure's numbers in the paper are for its own length and prompts.
+        same = experiment.axis == "length" or not (options.lengths or options.prompts)
+        paper = experiment.paper if same else {}
+        text = write_results(results, folder, axis=AXES[experiment.axis], paper=paper, command=_command(options))
+        print(f"{experiment.title}\n\n{text}\n\nresults.json, table.md and errors.png are in {folder}.")
+    for line in failed:
+        print(f"quintain: not finished: {line}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _bandit(options: argparse.Namespace) -> int:
@@ -99,14 +109,17 @@ def _bandit(options: argparse.Namespace) -> int:
     from quintain.reproduce.bandit_figure import run_bandits
 
     given = [
-        name for name in ("lengths", "algorithms", "episodes", "prompts", "reward_noise") if getattr(options, name)
+        name
+        for name in ("lengths", "algorithms", "episodes", "prompts", "reward_noise", "jobs")
+        if getattr(options, name)
     ]
     given += [name for name, default in STANDARD.items() if getattr(options, name) != default]
     if given:
         named = ", ".join(f"--{name}" for name in given)
         raise ConfigError(f"--figure bandit takes --seeds and --output_dir only: got {named}. Leave it out.")
     folder = _folder(options)
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output_dir must be a folder: got {folder}, which is a file.")
     print(run_bandits(folder, seeds=options.seeds or BANDIT_SEEDS))
     print(f"\nbandit.json and bandit.png are in {folder}.")
     return 0

@@ -25,6 +25,8 @@ class Algorithm:
     settings: dict[str, Any] = field(default_factory=dict)
     grouped: bool = True
     """Whether it samples several completions a prompt, and compares them."""
+    own_settings: tuple[str, ...] = ()
+    """Which of the settings came with the name."""
 
     def load(self) -> type[OnlineRLTrainer]:
         """The trainer class."""
@@ -41,7 +43,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "tpo": Algorithm(f"{_TRAINERS}.tpo.TPOTrainer", PAPER_TPO),
     "grpo": Algorithm(f"{_TRAINERS}.grpo.GRPOTrainer", PAPER_GRPO),
     "grpo-no-kl": Algorithm(f"{_TRAINERS}.grpo.GRPOTrainer", PAPER_GRPO | NO_KL),
-    "ppo": Algorithm(f"{_VARIANTS}.CriticFreePPO", {"normalize_advantages": False}, grouped=False),
+    "ppo": Algorithm(f"{_VARIANTS}.CriticFreePPO", grouped=False),
     "dg": Algorithm(f"{_TRAINERS}.dg.DGTrainer", {"num_epochs": 1}, grouped=False),
     "tpo-default": Algorithm(f"{_TRAINERS}.tpo.TPOTrainer"),
     "tpo-averaged": Algorithm(f"{_VARIANTS}.TPOWithAveragedLogits", PAPER_TPO),
@@ -70,8 +72,13 @@ def find_algorithm(name: str) -> Algorithm:
             f"added as in tpo+group_logits=logratio."
         )
     found = ALGORITHMS[base]
-    own = dict(_setting(text, name) for text in settings)
-    return Algorithm(found.trainer, {**found.settings, **own}, found.grouped)
+    own: dict[str, Any] = {}
+    for text in settings:
+        key, value = _setting(text, name)
+        if key in own:
+            raise ConfigError(f"{name!r} gives {key} twice. Give it once.")
+        own[key] = value
+    return Algorithm(found.trainer, {**found.settings, **own}, found.grouped, tuple(own))
 
 
 def _setting(text: str, name: str) -> tuple[str, Any]:

@@ -1,28 +1,25 @@
-"""The runs of a reproduction: what each is, making them several at a time, and going on where they were stopped."""
+"""The runs of a reproduction: what each is, and what it reached."""
 
 from __future__ import annotations
 
-import json
 import math
-import multiprocessing
-import os
-import sys
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
 from quintain.configs.shared import OnlineRLConfig
 from quintain.errors import ConfigError, nearest
-from quintain.reproduce.algorithms import find_algorithm
+from quintain.reproduce.algorithms import Algorithm, find_algorithm
 
 SAVE_STEPS = 250
 FINAL_STEPS = 20
-"""Last steps whose mean error is a run's final error."""
+"""Last steps whose mean error is a run's final error. The paper takes the last step alone, and averages seeds only."""
+
+DECIDED_BY_JOB = (
+    *("output_dir", "seed", "max_steps", "num_epochs", "prompts_per_step", "num_generations", "shuffle"),
+    *("max_completion_length", "min_completion_length", "micro_batch_tokens", "save_steps", "save_total_limit"),
+)
+"""Settings that an algorithm's name may not carry: they are what the run is, or how it is kept."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,7 @@ class Job:
             ConfigError: a setting in the algorithm's name is unknown or outside its range.
         """
         algorithm = find_algorithm(self.algorithm)
+        self._refuse_settings(algorithm)
         trainer = algorithm.load()
         times = 1 if algorithm.grouped or self.match == "prompts" else self.group_size
         settings = {
@@ -93,6 +91,17 @@ class Job:
                     f"{nearest(key, known)}"
                 )
         return trainer.config_class(**settings)
+
+    def _refuse_settings(self, algorithm: Algorithm) -> None:
+        taken = ("optim", "weight_decay") if self.optimizer == "published" else ()
+        for key in algorithm.own_settings:
+            if key in DECIDED_BY_JOB:
+                raise ConfigError(
+                    f"{self.algorithm!r}: {key} is decided by the experiment, and not by an algorithm's name. Leave it "
+                    f"out; lengths, seeds, steps and prompts have options of their own."
+                )
+            if key in taken:
+                raise ConfigError(f"{self.algorithm!r}: {key} has no effect with --optimizer published. Leave it out.")
 
 
 @dataclass(frozen=True)
@@ -126,99 +135,3 @@ class Result:
     def from_dict(cls, data: dict[str, Any]) -> Result:
         job = Job(**{item.name: data[item.name] for item in fields(Job) if item.name in data})
         return cls(job, data["errors"], data["statistics"], data["seconds"])
-
-
-def run_jobs(jobs: Sequence[Job], folder: Path, *, at_once: int) -> list[Result]:
-    """Make the runs that are missing, and return all of them in order.
-
-    A run in progress leaves checkpoints, and a finished one `result.json`, in a folder of its own under `runs`.
-
-    Raises:
-        ConfigError: a job's settings cannot work; before any run begins.
-    """
-    for job in jobs:
-        job.config(folder)
-    todo = [job for job in jobs if _finished(job, folder) is None]
-    print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are finished already.", file=sys.stderr)
-    # A process of its own for each run at a time: torch's threads and its random state are a process's.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(at_once, mp_context=context) as pool, Progress(transient=True) as progress:
-        bar = progress.add_task("runs", total=len(todo))
-        waiting = [pool.submit(run, job, folder) for job in todo]
-        try:
-            for future in as_completed(waiting):
-                made = future.result()
-                progress.advance(bar)
-                progress.console.print(
-                    f"{made.job.name}: final error {100 * made.final_error:.1f}%, {made.seconds:.0f} s",
-                    highlight=False,
-                )
-        except BaseException:
-            for future in waiting:
-                future.cancel()
-            raise
-    return [result for job in jobs if (result := _finished(job, folder)) is not None]
-
-
-def run(job: Job, folder: Path) -> Result:
-    """Make one run, or go on with it, in this process; what it prints goes to `log.txt` in its folder."""
-    import torch
-
-    torch.set_num_threads(1)  # on tensors this small, more threads only wait for each other
-    place = _place(job, folder)
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "log.txt").open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
-        _train(job, place)
-    result = _read(job, place)
-    whole = place / "result.json.part"
-    whole.write_text(json.dumps(result.to_dict()), encoding="utf-8")
-    os.replace(whole, place / "result.json")
-    return result
-
-
-def _train(job: Job, place: Path) -> None:
-    from quintain.checkpoints.store import list_checkpoints
-    from quintain.reproduce import task
-    from quintain.reproduce.published_muon import PublishedMuon
-
-    config = job.config(place)
-    network = task.reversal_network(job.length, job.seed)
-    own = PublishedMuon(network, config.learning_rate) if job.optimizer == "published" else None
-    trainer = find_algorithm(job.algorithm).load()(
-        model=network,
-        processing_class=task.reversal_tokenizer(),
-        reward_funcs=task.NoisyReversal(job.reward_noise, job.seed) if job.reward_noise else task.exact_reversal,
-        args=config,
-        train_dataset=task.reversal_prompts(job.length, config.prompts_per_step * job.episodes, job.seed),
-        optimizers=(own, None),
-    )
-    trainer.train(resume_from=place if list_checkpoints(place / "checkpoints") else None)
-    if trainer.run.interrupted:
-        raise KeyboardInterrupt
-
-
-def _read(job: Job, place: Path) -> Result:
-    from quintain.monitor.runs import read_metrics
-
-    rows = read_metrics(place).rows
-    errors = [1 - float(row["reward"]) for row in rows]
-    statistics = {}
-    for name in ("group/effective_size", "frac_reward_zero_std", "entropy", "kl", "time/step"):
-        values = [float(row[name]) for row in rows if row.get(name) is not None]
-        if values:
-            statistics[f"{name}, first 100 steps"] = sum(values[:100]) / len(values[:100])
-            statistics[name] = sum(values) / len(values)
-    return Result(job, errors, statistics, sum(float(row["time/step"]) for row in rows))
-
-
-def _finished(job: Job, folder: Path) -> Result | None:
-    """The result of a run that was made with these very settings."""
-    path = _place(job, folder) / "result.json"
-    if not path.is_file():
-        return None
-    result = Result.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    return result if result.job == job else None
-
-
-def _place(job: Job, folder: Path) -> Path:
-    return folder / "runs" / job.name

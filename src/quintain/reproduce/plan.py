@@ -8,7 +8,7 @@ from typing import Any
 
 from quintain.errors import ConfigError, nearest
 from quintain.reproduce import paper
-from quintain.reproduce.algorithms import ANCHOR, TABLE_3, find_algorithm
+from quintain.reproduce.algorithms import ANCHOR, TABLE_3, Algorithm, find_algorithm
 from quintain.reproduce.jobs import Job
 
 
@@ -70,10 +70,15 @@ def plan(
         seeds: how many; they are 0, 1, ...
         settings: fields of `Job` for every run, which win over the experiment's.
     Raises:
-        ConfigError: an algorithm is not known.
+        ConfigError: an algorithm is not known, or the experiment cannot vary it; or there are several lengths in a
+            figure that varies something else.
     """
     for name in algorithms:
-        find_algorithm(name)
+        _require_fitting(find_algorithm(name), name, experiment)
+    if len(lengths) > 1 and experiment.axis != "length":
+        raise ConfigError(
+            f"--lengths takes one number where {experiment.title} are compared: got {', '.join(map(str, lengths))}."
+        )
     return [
         Job(algorithm, length, seed, **{**group, **settings})
         for seed in range(seeds)
@@ -81,6 +86,14 @@ def plan(
         for length in lengths or experiment.lengths
         for algorithm in algorithms or experiment.algorithms
     ]
+
+
+def _require_fitting(algorithm: Algorithm, name: str, experiment: Experiment) -> None:
+    """Refuse an algorithm that what the figure varies does not reach: its runs would all be the same."""
+    if experiment.axis == "epochs" and "num_epochs" in algorithm.settings:
+        raise ConfigError(f"{name} always uses a rollout once, and the figure varies that number. Leave it out.")
+    if experiment.axis == "groups" and not algorithm.grouped:
+        raise ConfigError(f"{name} samples one completion a prompt, and the figure varies that number. Leave it out.")
 
 
 def find_figure(name: str) -> Experiment:

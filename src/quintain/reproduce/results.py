@@ -13,13 +13,12 @@ from matplotlib.figure import Figure
 from quintain.report.intervals import t_interval
 from quintain.report.plots import smooth
 from quintain.reproduce.jobs import Job, Result
-from quintain.reproduce.paper import NO_LEARNING, Errors
+from quintain.reproduce.paper import NO_LEARNING, Errors, reported
 
 SOLVED = 0.05
 """A seed has solved the task if its final error is below this."""
 SMOOTHED_STEPS = 10
 """Steps averaged before asking when an error was first reached."""
-CURVE_POINTS = 10
 LOWEST_ERROR = 1e-4
 """Where the plot's logarithmic axis ends: 0 has no place on it."""
 
@@ -50,11 +49,6 @@ def write_results(results: Sequence[Result], folder: Path, *, axis: Axis, paper:
     return text
 
 
-def read_results(path: Path) -> list[Result]:
-    """The runs of a results.json."""
-    return [Result.from_dict(data) for data in json.loads(path.read_text(encoding="utf-8"))]
-
-
 def tables(results: Sequence[Result], axis: Axis, paper: Errors) -> str:
     """Final errors with intervals and what the paper reports, then the mean error along the way, in Markdown."""
     groups = grouped(results, axis)
@@ -62,12 +56,12 @@ def tables(results: Sequence[Result], axis: Axis, paper: Errors) -> str:
         "algorithm",
         axis.title,
         "seeds",
-        "final error % (95% interval)",
+        "final error % [95% interval]",
         "each seed %",
         "paper %",
         f"solved (< {100 * SOLVED:g}%)",
-        "steps to 50%",
-        "steps to 1%",
+        "steps to 50%, median of those",
+        "steps to 1%, median of those",
         "worst after that %",
     )
     for (algorithm, value), runs in groups.items():
@@ -138,15 +132,17 @@ def error_around(result: Result, step: int) -> float:
 
 
 def percent_interval(values: Sequence[float]) -> str:
-    """Mean and half-width in percent, such as "6.9 ± 2.1"."""
+    """Mean and interval in percent, such as "6.9 [4.8, 9.0]". The interval ends at 0 and 100, as errors do."""
     found = t_interval(values)
-    half = "" if found.half_width is None else f" ± {100 * found.half_width:.1f}"
-    return f"{100 * found.mean:.1f}{half}"
+    if found.half_width is None:
+        return f"{100 * found.mean:.1f}"
+    low, high = max(0.0, found.mean - found.half_width), min(1.0, found.mean + found.half_width)
+    return f"{100 * found.mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def paper_number(paper: Errors, algorithm: str, value: int) -> str:
     """What the paper has for this cell, or "-"."""
-    number = paper.get(algorithm, {}).get(value)
+    number = reported(paper, algorithm, value)
     if number is None:
         return "-"
     return f"> {number:g}" if number >= NO_LEARNING else f"{number:g}"
@@ -168,10 +164,12 @@ def plot(results: Sequence[Result], axis: Axis, paper: Errors) -> Figure:
                 axes.plot([max(error, LOWEST_ERROR) for error in curve], color=colour, linewidth=0.6, alpha=0.4)
             if curves:
                 mean = [max(statistics.fmean(errors), LOWEST_ERROR) for errors in zip(*curves)]
-                axes.plot(mean, color=colour, linewidth=1.8, label=f"{algorithm} ({len(runs)} seeds)")
-            reported = paper.get(algorithm, {}).get(value)
-            if runs and reported is not None and reported < NO_LEARNING:
-                axes.axhline(reported / 100, color=colour, linestyle="--", linewidth=1)
+                axes.plot(
+                    mean, color=colour, linewidth=1.8, label=f"{algorithm} ({len(runs)} seed{'s' * (len(runs) > 1)})"
+                )
+            theirs = reported(paper, algorithm, value)
+            if runs and theirs is not None and theirs < NO_LEARNING:
+                axes.axhline(theirs / 100, color=colour, linestyle="--", linewidth=1)
         axes.legend(fontsize=8)
     panels[0].set_ylabel("share of completions with an error")
     return figure
