@@ -29,7 +29,6 @@ from quintain.reproduce.variants import (
     CriticFreePPO,
     GroupPG,
     SequenceGRPO,
-    TPOWithAveragedLogits,
     TPOWithoutAnchor,
     TPOWithoutTies,
 )
@@ -216,15 +215,6 @@ def test_sequence_grpo_clips_the_ratio_of_the_whole_completion():
 def test_sequence_grpo_leaves_no_kl_to_the_loop():
     """It is part of the loss, and would be counted twice."""
     assert SequenceGRPO.kl_loss_coef.fget(SimpleNamespace(config=GRPOConfig(beta=0.04))) == 0
-
-
-def test_averaged_logits_are_means_over_a_completions_own_tokens():
-    """Log-probabilities -1, -3 and -1 alone: means -2 and -1."""
-    rollouts = replace(group_of_two(), completion_mask=torch.tensor([[True, True], [True, False]]))
-    trainer = object.__new__(TPOWithAveragedLogits)
-    trainer.config = TPOConfig(group_logits="logprob", use_target_policy=False, beta=0.0)
-    logits = trainer.group_logits(torch.tensor([[-1.0, -3.0], [-1.0, torch.nan]]), rollouts)
-    assert logits.tolist() == [-2.0, -1.0]
 
 
 def test_critic_free_ppo_clips_a_token_and_takes_the_batch_mean_off():

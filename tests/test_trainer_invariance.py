@@ -73,6 +73,7 @@ def forms():
     yield TPOTrainer, {"loss_type": "policy_gradient"}
     yield TPOTrainer, {"group_logits": "logprob"}
     yield TPOTrainer, {"group_logits": "tempered"}
+    yield TPOTrainer, {"group_logits": "averaged"}
 
 
 @pytest.mark.parametrize(("trainer_class", "settings"), forms())

@@ -316,7 +316,8 @@ class TPOConfig(OnlineRLConfig):
     -(advantage * logprob) with group advantages, the other form that goes by the name."""
     group_logits: str = "logratio"
     """A candidate's score within its group: "logprob" summed log-probability (the paper); "logratio" its change since
-    sampling; "tempered" the summed log-probability scaled down until the group keeps min_effective_group."""
+    sampling; "averaged" mean log-probability a token; "tempered" the summed log-probability scaled down until the group
+    keeps min_effective_group."""
     min_effective_group: float | None = None
     """Effective group size that group_logits="tempered" keeps; unset is half of num_generations."""
     anchor: str = "old"
@@ -332,7 +333,7 @@ class TPOConfig(OnlineRLConfig):
         **OnlineRLConfig.rules,
         "group_std": OneOf(("sample", "population")),
         "loss_type": OneOf(("target_matching", "policy_gradient")),
-        "group_logits": OneOf(("logprob", "logratio", "tempered")),
+        "group_logits": OneOf(("logprob", "logratio", "averaged", "tempered")),
         "min_effective_group": Number("[1, inf)", optional=True),
         "anchor": OneOf(("old", "target", "ref")),
         "eta": Number("(0, inf)"),

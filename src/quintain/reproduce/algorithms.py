@@ -46,7 +46,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "ppo": Algorithm(f"{_VARIANTS}.CriticFreePPO", grouped=False),
     "dg": Algorithm(f"{_TRAINERS}.dg.DGTrainer", {"num_epochs": 1}, grouped=False),
     "tpo-default": Algorithm(f"{_TRAINERS}.tpo.TPOTrainer"),
-    "tpo-averaged": Algorithm(f"{_VARIANTS}.TPOWithAveragedLogits", PAPER_TPO),
     "tpo-no-anchor": Algorithm(f"{_VARIANTS}.TPOWithoutAnchor", PAPER_TPO),
     "tpo-no-ties": Algorithm(f"{_VARIANTS}.TPOWithoutTies", PAPER_TPO),
     "group-pg": Algorithm(f"{_VARIANTS}.GroupPG", PAPER_TPO),

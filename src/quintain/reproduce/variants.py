@@ -91,10 +91,3 @@ class TPOWithoutTies(TPOTrainer):
         rollouts = super().estimate(rollouts)
         segments = Segments.of(rollouts.group_ids, rollouts.loss_rows)
         return rollouts.replace(excluded=segments.tied(rollouts.rewards)[segments.index])
-
-
-class TPOWithAveragedLogits(TPOTrainer):
-    """Group logits that are the mean log-probability a token instead of the sum."""
-
-    def group_logits(self, logprobs: Tensor, rollouts: Rollouts) -> Tensor:
-        return super().group_logits(logprobs, rollouts) / rollouts.lengths.clamp(min=1)

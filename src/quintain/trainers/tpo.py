@@ -8,7 +8,7 @@ from quintain.advantages.group import group_centred_batch_scaled, group_mean_cen
 from quintain.configs.algorithms import TPOConfig
 from quintain.errors import ConfigError
 from quintain.kl.estimators import ESTIMATORS
-from quintain.masking import masked_row_sum, sum_from_mean
+from quintain.masking import masked_row_mean, masked_row_sum, sum_from_mean
 from quintain.objectives.clip import probability_ratio
 from quintain.objectives.target_kl import ema_kl_loss
 from quintain.objectives.target_matching import (
@@ -114,10 +114,11 @@ class TPOTrainer(OnlineRLTrainer):
         return 0.0 if within_tpo_loss else self.kl_coef
 
     def aggregate(self, per_token: Tensor, rollouts: Rollouts) -> LossTerm:
-        """Beside target matching, whose logits are sums over a completion, per-token terms are summed over it too."""
+        """Beside target matching, per-token terms are summed, or averaged, over a completion as its logit is."""
         if self.config.loss_type == "policy_gradient":
             return super().aggregate(per_token, rollouts)
-        return LossTerm(masked_row_sum(per_token, rollouts.loss_mask).sum(), "sequence")
+        reduce = masked_row_mean if self.config.group_logits == "averaged" else masked_row_sum
+        return LossTerm(reduce(per_token, rollouts.loss_mask).sum(), "sequence")
 
     def standardise(self, rollouts: Rollouts) -> Tensor:
         """Scores of each group with mean 0 and, by default, population standard deviation 1; ties are exactly 0."""
@@ -131,6 +132,8 @@ class TPOTrainer(OnlineRLTrainer):
         """A completion's logit within its group under some policy's log-probabilities, as `group_logits` says."""
         if self.config.group_logits == "logratio":
             logprobs = logprobs - rollouts.old_logprobs
+        if self.config.group_logits == "averaged":
+            return masked_row_mean(logprobs, rollouts.completion_mask)
         logits = masked_row_sum(logprobs, rollouts.completion_mask)
         return logits * rollouts.signals["group_scale"] if self.config.group_logits == "tempered" else logits
 
