@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from quintain import GRPOConfig, GRPOTrainer
 
 QUERIES = ["01="] * 4 + ["0" * 60 + "="] * 4
@@ -32,9 +34,11 @@ def main(folder: Path) -> None:
     rank, processes = trainer.accelerator.process_index, trainer.accelerator.num_processes
     share = slice(rank * 8 // processes, (rank + 1) * 8 // processes)
     trainer.step(QUERIES[share], RESPONSES[share], SCORES[share])
-    weights = [float(value.double().sum()) for value in trainer.policies.parameters.values()]
+    weights = [float(value.detach().double().sum()) for value in trainer.policies.parameters.values()]
     result = {"processes": processes, "weights": weights, "kl_coef": trainer.kl_coef}
     (folder / f"{processes}-{rank}.json").write_text(json.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # its threads would abort a process that ends before them
 
 
 if __name__ == "__main__":
