@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 from dataclasses import fields
 
@@ -132,8 +133,9 @@ def test_links_and_files_that_the_page_names_exist():
     assert links
     for link in links:
         name, _, fragment = link.partition("#")
-        text = (ROOT / "docs" / name).read_text(encoding="utf-8") if name else PAGE
-        assert not fragment or fragment in anchors(text), link
+        file = ROOT / "docs" / (name or "tpo.md")
+        assert file.is_file(), link
+        assert not fragment or fragment in anchors(file.read_text(encoding="utf-8")), link
     named = re.findall(r"(?:tests|benchmarks)/\w+\.py", PAGE)
     assert named
     assert [path for path in named if not (ROOT / path).is_file()] == []
@@ -146,6 +148,27 @@ def test_the_commands_that_reproduce_the_paper_are_understood():
     read = [parser.parse_args(command.split()) for command in commands]
     assert any(options.table == "3" for options in read)
     assert [find_algorithm(name) for options in read for name in options.algorithms]
+
+
+def final_errors(file, algorithm, length):
+    """In percent with one digit, as the page writes them, seed by seed."""
+    runs = json.loads((ROOT / "docs/results/tpo-paper" / file).read_text(encoding="utf-8"))
+    chosen = [run for run in runs if (run["algorithm"], run["length"]) == (algorithm, length)]
+    assert [run["seed"] for run in chosen] == list(range(len(chosen))) and chosen
+    return ", ".join(f"{100 * run['final_error'] + 1e-6:.1f}" for run in chosen)
+
+
+def test_the_errors_on_the_page_are_those_of_the_committed_runs():
+    rows = table(section("Reproducing the paper"))
+    assert [row[2] for row in rows] == [
+        final_errors("table-3.json", algorithm, length) for length in (7, 10) for algorithm in ("tpo", "grpo")
+    ]
+    runs = json.loads((ROOT / "docs/results/tpo-paper/table-3.json").read_text(encoding="utf-8"))
+    assert {len(run["errors"]) for run in runs} == {2000}  # full length
+    rows = table(section("Why ours differs"))
+    for row, algorithm in zip(rows, ("tpo", "grpo", "grpo-sequence"), strict=True):
+        assert row[1] == final_errors("forms-7.json", algorithm, 7)
+        assert row[3] == final_errors("published-muon-7.json", algorithm, 7)
 
 
 def test_the_checklist_answers_what_a_stranger_asks():
