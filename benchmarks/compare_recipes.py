@@ -39,6 +39,7 @@ from quintain.configs.load import Recipe, load_recipe, parse_arguments, read_rec
 from quintain.errors import ConfigError, QuintainError
 from quintain.monitor.runs import read_metrics
 from quintain.report.intervals import t_interval
+from quintain.report.markdown import table_header, table_row
 from quintain.report.plots import smooth
 from quintain.report.render import write_report
 
@@ -362,7 +363,7 @@ def table(results: dict[str, Any]) -> str:
     columns = {**REWARDS, **SPREAD, **{key: title for key, title in optional.items() if key in found}}
     paired = {key: title for key, title in columns.items() if key not in CRITIC}
     titles = [title.format(n=steps) for title in columns.values()]
-    lines = header("recipe", "seed", "completions", *titles)
+    lines = table_header("recipe", "seed", "completions", *titles)
     for name, recipe in recipes.items():
         for seed, run in recipe["seeds"].items():
             cells = [number(run.get(key)) for key in columns]
@@ -371,19 +372,11 @@ def table(results: dict[str, Any]) -> str:
         lines.append(table_row(f"**{name}**", "mean", recipe["completions"], *cells))
     if results["paired"]:
         lines += ["", "Difference in the same seed:", ""]
-        lines += header("recipes", "seeds", *(title.format(n=steps) for title in paired.values()))
+        lines += table_header("recipes", "seeds", *(title.format(n=steps) for title in paired.values()))
     for pair in results["paired"]:
         cells = [interval(pair["mean"].get(key)) for key in paired]
         lines.append(table_row(f"{pair['first']} - {pair['second']}", len(pair["seeds"]), *cells))
     return "\n".join(lines)
-
-
-def header(*titles: str) -> list[str]:
-    return [table_row(*titles), table_row(*["---"] * len(titles))]
-
-
-def table_row(*cells: Any) -> str:
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
 def number(value: float | None) -> str:

@@ -29,6 +29,7 @@ from quintain.cli.train import build_trainer
 from quintain.configs.load import load_recipe
 from quintain.masking import masked_row_mean, masked_row_sum
 from quintain.objectives.target_matching import effective_group_size, group_softmax, tempered_scale
+from quintain.report.markdown import table_header, table_row
 from quintain.segments import Segments
 from quintain.types import Rollouts
 
@@ -101,8 +102,7 @@ def sizes(rollouts: Rollouts, group: int) -> dict[str, float]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows in Markdown."""
-    lines = [f"| {' | '.join(COLUMNS)} |", f"| {' | '.join(['---'] * len(COLUMNS))} |"]
-    return "\n".join(lines + [f"| {' | '.join(f'{row[name]:.3g}' for name in COLUMNS)} |" for row in rows])
+    return "\n".join([*table_header(*COLUMNS), *(table_row(*(f"{row[name]:.3g}" for name in COLUMNS)) for row in rows)])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from quintain.report.markdown import table_header, table_row
 from quintain.reproduce.bandit import ROUNDING, BanditCurves, many_contexts, single_context
 
 ONE_CONTEXT = "one context"
@@ -78,8 +79,9 @@ def _table(experiment: str, results: list[dict[str, Any]]) -> str:
     lines = [
         f"Bandit, {experiment} ({results[0]['seeds']} seeds, {len(results[0]['errors'])} steps):",
         "",
-        "| method | final error, % | ± standard error | misalignment | ± standard error | in the second half |",
-        "| --- | --- | --- | --- | --- | --- |",
+        *table_header(
+            "method", "final error, %", "± standard error", "misalignment", "± standard error", "in the second half"
+        ),
     ]
     for row in results:
         cells = [
@@ -87,7 +89,7 @@ def _table(experiment: str, results: list[dict[str, Any]]) -> str:
             *(_cell(row[key], scale=100) for key in ("final_error", "final_error_sem")),
             *(_cell(row[key]) for key in ("mean_misalignment", "mean_misalignment_sem", "late_misalignment")),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(*cells))
     curves = {row["method"]: row["misalignment"] for row in results if row["method"] != "ce"}
     nearest = sum(own <= min(others) + ROUNDING for own, *others in zip(curves.pop("tpo"), *curves.values()))
     steps = len(results[0]["errors"])

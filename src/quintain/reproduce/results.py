@@ -11,6 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from quintain.report.intervals import t_interval
+from quintain.report.markdown import table_header, table_row
 from quintain.report.plots import smooth
 from quintain.reproduce.jobs import Job, Result
 from quintain.reproduce.paper import NO_LEARNING, Errors, reported
@@ -52,7 +53,7 @@ def write_results(results: Sequence[Result], folder: Path, *, axis: Axis, paper:
 def tables(results: Sequence[Result], axis: Axis, paper: Errors) -> str:
     """Final errors with intervals and what the paper reports, then the mean error along the way, in Markdown."""
     groups = grouped(results, axis)
-    lines = _header(
+    lines = table_header(
         "algorithm",
         axis.title,
         "seeds",
@@ -66,7 +67,7 @@ def tables(results: Sequence[Result], axis: Axis, paper: Errors) -> str:
     )
     for (algorithm, value), runs in groups.items():
         lines.append(
-            _row(
+            table_row(
                 algorithm,
                 value,
                 len(runs),
@@ -81,10 +82,10 @@ def tables(results: Sequence[Result], axis: Axis, paper: Errors) -> str:
         )
     steps = curve_steps(results)
     lines += ["", "Mean error % over the seeds, at these steps:", ""]
-    lines += _header("algorithm", axis.title, *map(str, steps))
+    lines += table_header("algorithm", axis.title, *map(str, steps))
     for (algorithm, value), runs in groups.items():
         cells = [percent_interval([error_around(run, step) for run in runs]) for step in steps]
-        lines.append(_row(algorithm, value, *cells))
+        lines.append(table_row(algorithm, value, *cells))
     return "\n".join(lines)
 
 
@@ -173,11 +174,3 @@ def plot(results: Sequence[Result], axis: Axis, paper: Errors) -> Figure:
         axes.legend(fontsize=8)
     panels[0].set_ylabel("share of completions with an error")
     return figure
-
-
-def _header(*titles: str) -> list[str]:
-    return [_row(*titles), _row(*["---"] * len(titles))]
-
-
-def _row(*cells: object) -> str:
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
