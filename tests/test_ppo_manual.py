@@ -49,11 +49,13 @@ def test_three_steps_by_hand_are_three_steps_of_train(make_trainer):
         queries = valid_rows(rollouts.prompt_ids, rollouts.prompt_mask)
         responses = valid_rows(rollouts.completion_ids, rollouts.completion_mask)
         stats = by_hand.step(queries, responses, fraction_right(rollouts.completions, rollouts.columns["answer"]))
+        # train() goes by the log-probabilities kept at sampling; by hand they are computed again, up to rounding.
         for name in ("step", "reward", "kl", "ref_kl", "kl_coef", "entropy", "loss", "grad_norm", "learning_rate"):
-            assert stats[name] == row[name], name
+            assert stats[name] == pytest.approx(row[name], rel=1e-3, abs=1e-6), name
         for name in ("clip_fraction", "loss/policy", "loss/value", "explained_variance", "completions/clipped_ratio"):
-            assert stats[name] == row[name], name
-    assert same(weights(by_train), weights(by_hand))
+            assert stats[name] == pytest.approx(row[name], rel=1e-3, abs=1e-6), name
+    for name, value in weights(by_train).items():
+        torch.testing.assert_close(weights(by_hand)[name], value, atol=1e-4, rtol=1e-3)
 
 
 def test_generate_answers_each_query_with_one_tensor_of_its_tokens(make_trainer):

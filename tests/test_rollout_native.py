@@ -26,16 +26,19 @@ def tiny_mamba() -> MambaForCausalLM:
     return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
 
 
-def shapes_forwarded(model: torch.nn.Module, prompts: list[list[int]], params: SamplingParams) -> list[tuple[int, int]]:
+def shapes_forwarded(
+    model: torch.nn.Module, prompts: list[list[int]], params: SamplingParams, **options: int
+) -> list[tuple[int, int]]:
     """Rows and tokens of every forward pass, checking that the head saw the last position only."""
     shapes = []
+    engine = NativeEngine(model, **options)
 
     def record(module: object, args: tuple, kwargs: dict, output: object) -> None:
         shapes.append(tuple(kwargs["input_ids"].shape))
         assert output.logits.shape[1] == 1
 
     handle = model.register_forward_hook(record, with_kwargs=True)
-    NativeEngine(model).generate(prompts, params, torch.Generator().manual_seed(0))
+    engine.generate(prompts, params, torch.Generator().manual_seed(0))
     handle.remove()
     return shapes
 
@@ -51,6 +54,46 @@ def test_rows_that_have_ended_leave_the_batch():
     model = chain_model({10: EOS, 20: 21, 21: EOS, 30: 31, 31: 32, 32: 33, 33: EOS})
     shapes = shapes_forwarded(model, [[10], [20], [30]], sampling())
     assert shapes == [(3, 1), (4, 1), (2, 1), (2, 1)]
+
+
+def test_waiting_prompts_take_the_place_of_rows_that_have_ended():
+    """Room for two groups of two: the third prompt is read once the first group has ended, while the second goes on."""
+    model = chain_model({10: EOS, 20: 21, 21: 22, 22: 23, 23: EOS, 30: 31, 31: EOS})
+    token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, key heads, head size, bytes
+    shapes = shapes_forwarded(model, [[10], [20], [30]], sampling(), cache_bytes=4 * 8 * token)
+    assert shapes == [(2, 1), (2, 1), (1, 1), (4, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_do_not_depend_on_how_many_rows_have_room(family):
+    model = tiny_model(family)
+    prompts = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [6], [12, 13]]
+    params = sampling(num_generations=3, max_completion_length=12, temperature=0.8)
+    one, many = (
+        NativeEngine(model, cache_bytes=room).generate(prompts, params, torch.Generator().manual_seed(0))
+        for room in (1, 2**30)
+    )
+    assert torch.equal(one.completion_ids, many.completion_ids)
+    torch.testing.assert_close(one.logprobs, many.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_attend_to_one_copy_of_their_prompt_where_the_model_attends_by_a_plan(family):
+    """Gemma 2 caps its attention scores, which transformers computes by its own function only."""
+    engine = NativeEngine(tiny_model(family))
+    assert (engine._longest_shared > 0) == (family != "gemma2")
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma2"])
+def test_one_copy_of_a_prompt_gives_the_tokens_and_logprobs_of_a_copy_a_row(family):
+    engine = NativeEngine(tiny_model(family, **({"sliding_window": None} if family == "mistral" else {})))
+    prompts = [[3, 4, 5], [6], [7, 8, 9, 10, 11]]
+    params = sampling(num_generations=4, max_completion_length=12)
+    shared = engine.generate(prompts, params, torch.Generator().manual_seed(0))
+    engine._longest_shared = 0
+    copied = engine.generate(prompts, params, torch.Generator().manual_seed(0))
+    assert torch.equal(shared.completion_ids, copied.completion_ids)
+    torch.testing.assert_close(shared.logprobs, copied.logprobs, atol=1e-5, rtol=0)
 
 
 def test_the_cache_is_allocated_once_and_written_in_place():

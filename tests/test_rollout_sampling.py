@@ -109,7 +109,8 @@ def test_filters_keep_the_same_tokens_as_transformers_does():
 
 
 def test_banned_tokens_are_excluded_and_ids_beyond_the_vocabulary_ignored():
-    assert support(ban(LOGITS, (1, 3, 900))) == [0, 2]
+    assert support(ban(LOGITS, (1, 3, 900), torch.tensor([True]))) == [0, 2]
+    assert support(ban(LOGITS, (1, 3, 900), torch.tensor([False]))) == [0, 1, 2, 3]
 
 
 def test_support_is_restricted_exactly_over_many_draws():
@@ -119,7 +120,7 @@ def test_support_is_restricted_exactly_over_many_draws():
     assert next_tokens(logits, uniforms, sampling(top_k=3))[0].unique().tolist() == [1, 2, 3]
     assert next_tokens(logits, uniforms, sampling(top_p=0.5))[0].unique().tolist() == [1, 3]
     assert next_tokens(logits, uniforms, sampling(min_p=0.45))[0].unique().tolist() == [1, 2, 3]
-    banned = next_tokens(logits, uniforms, sampling(stop_token_ids=(1,)), ban_stops=True)[0]
+    banned = next_tokens(logits, uniforms, sampling(stop_token_ids=(1,)), ban_stops=uniforms < 2)[0]
     assert banned.unique().tolist() == [0, 2, 3]
 
 
@@ -127,7 +128,7 @@ def test_recorded_logprobs_ignore_truncation_penalty_and_bans():
     params = sampling(temperature=0.5, top_k=1, repetition_penalty=100.0, stop_token_ids=(1,))
     logits = torch.tensor([[2.0, 5.0, 1.0, 0.0]])
     seen = torch.tensor([[True, False, False, False]])
-    token, logprob = next_tokens(logits, torch.tensor([0.3]), params, seen=seen, ban_stops=True)
+    token, logprob = next_tokens(logits, torch.tensor([0.3]), params, seen=seen, ban_stops=torch.tensor([True]))
     # Token 1 is banned and token 0 penalised down to 0.02, so token 2 is the likeliest.
     assert int(token) == 2
     assert float(logprob) == pytest.approx(float((logits / 0.5).log_softmax(dim=1)[0, 2]), abs=1e-6)
@@ -147,7 +148,8 @@ def test_inputs_are_left_as_they_were():
     logits = torch.tensor([[2.0, -5.0, 1.0, 0.0]])
     before = logits.clone()
     params = sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=2.0, stop_token_ids=(1,))
-    next_tokens(logits, torch.tensor([0.3]), params, seen=torch.ones(1, 4, dtype=torch.bool), ban_stops=True)
+    banned = torch.tensor([True])
+    next_tokens(logits, torch.tensor([0.3]), params, seen=torch.ones(1, 4, dtype=torch.bool), ban_stops=banned)
     assert torch.equal(logits, before)
 
 

@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -17,6 +21,10 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -55,6 +63,11 @@ _FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     "mistral": (MistralConfig, MistralForCausalLM, {**_GATED, "sliding_window": 6}),
     "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {"intermediate_size": 64}),
+    "gemma": (GemmaConfig, GemmaForCausalLM, {**_GATED, "head_dim": 8}),
+    "phi": (PhiConfig, PhiForCausalLM, {"intermediate_size": 64, "resid_pdrop": 0.1}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {**_GATED, "pad_token_id": 0}),
+    # Its logits are scaled after the output layer.
+    "cohere": (CohereConfig, CohereForCausalLM, {**_GATED, "logit_scale": 0.25}),
 }
 FAMILIES = tuple(_FAMILIES)
 

@@ -8,9 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from quintain.errors import ConfigError
 from quintain.policies.forward import ActorCritic
 from quintain.policies.slots import Slot, SlotName, TargetUpdate, swapped
 from quintain.types import PolicyOutputs, Rollouts, Unit
+
+KEPT_TOLERANCE = 1e-4
+"""Largest log-probability difference, in nats, at which the engine's log-probabilities stand for the trainer's own."""
 
 
 class Policies:
@@ -44,7 +48,13 @@ class Policies:
         target_values: bool = False,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        if exact_kl_to is not None and not module.computes_exact_kl:
+            raise ConfigError(
+                f"kl_estimator='exact' cannot be used with {type(module.language_model).__name__}, which changes its "
+                f"logits in a way of its own. Use 'k2' in a loss or 'k1' in a reward."
+            )
         self.module, self.autocast = module, autocast
+        self._moved = False
         self.temperature = temperature
         self.micro_batch_tokens = max(1, micro_batch_tokens // module.backbone_passes)
         self.target_update, self.exact_kl_to, self.exact_kl_in_loss = target_update, exact_kl_to, exact_kl_in_loss
@@ -69,11 +79,14 @@ class Policies:
         """Add what every slot says about the sampled tokens, and the values the critic gives them.
 
         Args:
-            old: also record the online policy's own log-probabilities, now, as those of the policy that sampled, unless
-                these are given already.
+            old: also record the log-probabilities of the policy that sampled, unless these are given already: those the
+                engine kept, where a first completion shows that it computes as the online policy does, else those of
+                the online policy, now.
             keep: what micro-batches keep whole; the loop passes the algorithm's unit, so that an update on the whole
                 rollout repeats exactly these micro-batches.
         """
+        if old and rollouts.old_logprobs is None and self._sampled_alike(rollouts):
+            rollouts = rollouts.replace(old_logprobs=rollouts.sampling_logprobs)
         old = old and rollouts.old_logprobs is None
         if "old" in self.slots:
             self.slots["old"].copy(self.parameters)
@@ -84,49 +97,69 @@ class Policies:
                 recorded[name] = torch.zeros(rollouts.completion_ids.shape, device=values.device)
             recorded[name][rows, : values.shape[1]] = values
 
+        values_wanted = self.module.value_model is not None and rollouts.values is None and not self.target_values
+        others = [name for name in self.slots if name != "old"]
+        if not (old or values_wanted or others):
+            return rollouts
         for rows in rollouts.partition(self.micro_batch_tokens, keep):
             micro = rollouts.select(rows)
-            if old or self._has_values():
-                outputs = self._evaluate(micro, exact=old)
-                if old:
-                    record("old_logprobs", rows, outputs.logprobs)
+            if old:
+                outputs = self._evaluate(micro, exact=True, values=values_wanted)
+                record("old_logprobs", rows, outputs.logprobs)
                 if outputs.exact_kl is not None:
                     record("reference_kl", rows, outputs.exact_kl)
                 if outputs.values is not None:
                     record("values", rows, outputs.values)
-            for name in self.slots:
-                if name != "old":
-                    outputs = self._evaluate(micro, slot=name)
-                    record(f"{name}_logprobs", rows, outputs.logprobs)
-                    if name == "target" and self.target_values and outputs.values is not None:
-                        record("values", rows, outputs.values)
+            elif values_wanted:
+                with self.autocast():
+                    record("values", rows, self.module.values(micro))
+            for name in others:
+                outputs = self._evaluate(micro, slot=name, values=name == "target" and self.target_values)
+                record(f"{name}_logprobs", rows, outputs.logprobs)
+                if outputs.values is not None:
+                    record("values", rows, outputs.values)
         return rollouts.replace(**recorded)
+
+    def _sampled_alike(self, rollouts: Rollouts) -> bool:
+        """Whether the engine's log-probabilities are this module's up to rounding, by a rollout's first completion.
+
+        Never before the first update: KL to a copy of the policy is exactly 0 there, and is measured so.
+        """
+        if not (self._moved and rollouts.on_policy and self.exact_kl_to is None and len(rollouts)):
+            return False
+        first = rollouts.select([0])
+        difference = (self._evaluate(first, values=False).logprobs - first.sampling_logprobs).abs().max()
+        return bool(difference <= KEPT_TOLERANCE)
 
     def after_step(self) -> None:
         """Move the target; called once after every optimizer step."""
+        self._moved = True
         if "target" in self.slots and self.target_update is not None:
             self.target_update(self.slots["target"], self.parameters)
 
     def _evaluate(
-        self, rollouts: Rollouts, *, slot: SlotName | None = None, exact: bool = False, entropy: bool = False
+        self,
+        rollouts: Rollouts,
+        *,
+        slot: SlotName | None = None,
+        exact: bool = False,
+        entropy: bool = False,
+        values: bool = True,
     ) -> PolicyOutputs:
-        reference_logits = None
+        reference = None
         if exact and self.exact_kl_to is not None:
             with torch.no_grad(), self.autocast(), swapped(self.parameters, self.slots[self.exact_kl_to]):
-                reference_logits = self.module.completion_logits(rollouts)
+                reference = self.module.head_inputs(rollouts)
         with swapped(self.parameters, self.slots[slot]) if slot is not None else nullcontext(), self.autocast():
             outputs: PolicyOutputs = self.module(
                 rollouts,
                 self.temperature,
-                reference_logits,
+                reference,
                 entropy_gradient=self.entropy_gradient,
-                want_values=slot is None or (slot == "target" and self.target_values),
+                want_values=values,
                 want_entropy=entropy,
             )
         return outputs
-
-    def _has_values(self) -> bool:
-        return self.module.value_model is not None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Trainable parameters of the online policy and of every slot, under "online/..." and "SLOT/..."."""
@@ -138,6 +171,7 @@ class Policies:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned; the caller has checked that the names agree."""
+        self._moved = True
         for name, parameter in self.parameters.items():
             parameter.copy_(state[f"online/{name}"])
         for slot_name, slot in self.slots.items():

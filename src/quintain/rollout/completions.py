@@ -32,14 +32,16 @@ class Completions:
     ) -> None:
         rows, width = len(prompts) * sampling.num_generations, sampling.max_completion_length
         uniforms = torch.rand(rows, width, generator=generator, device=generator.device, dtype=torch.float64)
+        # One column more than there are tokens: what an ended row draws goes there.
+        uniforms = nn.functional.pad(uniforms, (0, 1))
         self._uniforms = uniforms.to(uniform_dtype(device)).to(device)
         self._sampling = sampling
         self._prompts = prompts
-        self._ids = torch.full((rows, width), sampling.pad_token_id, dtype=torch.long, device=device)
-        self._logprobs = torch.zeros(rows, width, dtype=torch.float32, device=device)
+        self._ids = torch.full((rows, width + 1), sampling.pad_token_id, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(rows, width + 1, dtype=torch.float32, device=device)
         self._tracker = StopTracker(rows, sampling, tokenizer, device)
         self._seen: Bool[Tensor, "batch vocab"] | None = None
-        self._step = 0
+        self._width = width
 
     @property
     def ended(self) -> Bool[Tensor, " batch"]:
@@ -48,20 +50,25 @@ class Completions:
 
     def append(self, logits: Float[Tensor, "rows vocab"], rows: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
         """Draw the next token of each of `rows` and record it; what an ended row draws is not part of it."""
+        places = torch.where(self.ended[rows], self._width, self._tracker.lengths[rows])
         tokens, logprobs = next_tokens(
             logits,
-            self._uniforms[rows, self._step],
+            self._uniforms[rows, places],
             self._sampling,
             seen=self._seen_by(rows, logits.shape[1]),
-            ban_stops=self._step + 1 < self._sampling.min_completion_length,
+            ban_stops=self._too_short(places),
         )
-        self._ids[rows, self._step] = tokens
-        self._logprobs[rows, self._step] = logprobs
+        self._ids[rows, places] = tokens
+        self._logprobs[rows, places] = logprobs
         if self._seen is not None:
             self._seen[rows, tokens] = True
         self._tracker.update(rows, tokens)
-        self._step += 1
         return tokens
+
+    def _too_short(self, places: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"] | None:
+        """Rows that may not stop yet, or None where all may."""
+        least = self._sampling.min_completion_length
+        return places + 1 < least if least > 1 else None
 
     def samples(self) -> Samples:
         """What was sampled, without the columns that no row needs."""

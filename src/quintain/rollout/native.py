@@ -1,47 +1,63 @@
 """The native engine: batched sampling through the model's own modules.
 
-Each distinct prompt is read once, its cache is copied to the rows that continue it, and rows that have ended leave the
-batch.
+Each distinct prompt is read once and shared by the rows that continue it. Rows that have ended leave the batch, and
+waiting prompts take their place.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from quintain.attention import adopt, as_mask, longest_unwindowed
 from quintain.errors import ConfigError
-from quintain.rollout.cache import preallocated_cache
+from quintain.matmul import packed_linears, use_fast_linears
+from quintain.rollout.cache import GroupCache, preallocated_cache
 from quintain.rollout.checks import check_prompts, validate_sampling
 from quintain.rollout.completions import Completions, left_pad, sampling_mode
 from quintain.types import Samples, SamplingParams
 
 COMPACT_FRACTION = 1 / 8
 """Part of the batch that must have ended before the rest is moved together: moving copies the whole cache."""
+CACHE_BYTES = 2 * 2**30
+"""Keys and values of completions that are kept at once; further prompts wait for their turn."""
+PROBE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
+"""Largest difference of logits, relative to the largest logit, that rounding explains; 0.05 in half precision."""
+
+_log = logging.getLogger(__name__)
 
 
 class NativeEngine:
     """Samples from any transformers decoder that keeps its past in the standard key-value cache.
 
     Args:
-        model: a causal language model, PEFT-wrapped or not; the engine reads its weights as they are at each call.
+        model: a causal language model, PEFT-wrapped or not; the engine reads its weights as they are at each call. Its
+            attention and its linear layers may be computed by other functions from here on, with the same results; see
+            `attention.py` and `matmul.py`.
         tokenizer: needed only for stop strings.
+        cache_bytes: bound on the keys and values of the completions in the batch; at least one prompt's group is.
     Raises:
         ConfigError: the model keeps its past in some other way; the message says which.
     """
 
     name = "native"
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any = None, *, cache_bytes: int = CACHE_BYTES) -> None:
         if reason := unsupported_by_native(model):
             raise ConfigError(f"the native rollout engine cannot run this model: {reason}. Use 'transformers'.")
         self.model = model
         self.tokenizer = tokenizer
+        self.cache_bytes = cache_bytes
+        use_fast_linears(model)
+        self._longest_shared = longest_unwindowed(model) if adopt(model) and _groups_agree(model) else 0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, generator: torch.Generator
@@ -51,7 +67,7 @@ class NativeEngine:
         check_prompts(prompts, sampling, self.model)
         device = _input_device(self.model)
         completions = Completions(prompts, sampling, generator, self.tokenizer, device)
-        with sampling_mode(self.model):
+        with sampling_mode(self.model), packed_linears(self.model):
             self._write(completions, prompts, sampling, device)
         return completions.samples()
 
@@ -63,71 +79,192 @@ class NativeEngine:
         device: torch.device,
     ) -> None:
         """Decode until every row has ended."""
-        distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
-        position = {prompt: index for index, prompt in enumerate(distinct)}
-        sources = torch.tensor([position[tuple(prompt)] for prompt in prompts], device=device)
-        sources = sources.repeat_interleave(sampling.num_generations)
-        rows = torch.arange(len(sources), device=device)
-
-        decoder = _Decoder(self.model, distinct, sampling, device)
-        logits = decoder.read_prompts()[sources]
-        decoder.select(sources)
+        decoder = self._decoder(max(map(len, prompts)), sampling, device)
+        most = self._most_rows(sampling)
+        waiting = _requests(prompts, sampling.num_generations, most)
+        rows = tokens = torch.empty(0, dtype=torch.long, device=device)
         while True:
-            tokens = completions.append(logits, rows)
+            joining = []
+            if decoder.takes_more or not len(rows):
+                room = most - len(rows)
+                while waiting and len(waiting[0][1]) <= room:
+                    joining.append(waiting.popleft())
+                    room -= len(joining[-1][1])
+            if joining:
+                new_rows = torch.tensor([row for _, new in joining for row in new], device=device)
+                logits = decoder.join([prompt for prompt, _ in joining], [len(new) for _, new in joining])
+                tokens = torch.cat([tokens, completions.append(logits, new_rows)])
+                rows = torch.cat([rows, new_rows])
             running = (~completions.ended[rows]).nonzero().squeeze(1)
             if not len(running):
-                return
+                if not waiting:
+                    return
+                decoder = self._decoder(max(map(len, prompts)), sampling, device)
+                rows, tokens = rows[running], tokens[running]
+                continue
             if len(rows) - len(running) >= COMPACT_FRACTION * len(rows):
                 decoder.select(running)
                 rows, tokens = rows[running], tokens[running]
-            logits = decoder.step(tokens)
+            tokens = completions.append(decoder.step(tokens), rows)
+
+    def _decoder(self, longest_prompt: int, sampling: SamplingParams, device: torch.device) -> _Decoder:
+        longest = longest_prompt + sampling.max_completion_length
+        kind = _GroupDecoder if longest <= self._longest_shared else _PaddedDecoder
+        return kind(self.model, sampling, device)
+
+    def _most_rows(self, sampling: SamplingParams) -> int:
+        """Rows whose keys and values fit into `cache_bytes`, and one prompt's at least."""
+        config = unwrapped(self.model).config.get_text_config(decoder=True)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token = 2 * config.num_hidden_layers * heads * size * next(self.model.parameters()).element_size()
+        return max(sampling.num_generations, self.cache_bytes // (token * sampling.max_completion_length))
 
 
-class _Decoder:
-    """The rows in the batch as the model sees them: cache, attention mask and next positions."""
+def _requests(
+    prompts: Sequence[Sequence[int]], num_generations: int, most: int
+) -> deque[tuple[tuple[int, ...], list[int]]]:
+    """Each distinct prompt with the rows that continue it, at most `most` of them."""
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        first = index * num_generations
+        rows.setdefault(tuple(prompt), []).extend(range(first, first + num_generations))
+    return deque(
+        (prompt, members[start : start + most])
+        for prompt, members in rows.items()
+        for start in range(0, len(members), most)
+    )
 
-    def __init__(
-        self, model: nn.Module, prompts: Sequence[Sequence[int]], sampling: SamplingParams, device: torch.device
-    ) -> None:
-        self._model = model
-        self._accepted = _forward_arguments(model)
-        self._prompt_ids, prompt_mask = left_pad(prompts, sampling.pad_token_id, device)
-        self._length = prompt_mask.shape[1]
-        # The last token of a completion is never fed back.
-        room = sampling.max_completion_length - 1
-        self._cache = preallocated_cache(self._length + room)
-        self._mask = nn.functional.pad(prompt_mask.long(), (0, room), value=1)
-        self._positions = prompt_mask.sum(dim=1)
 
-    def read_prompts(self) -> Float[Tensor, "prompts vocab"]:
-        """Logits of the token after each prompt."""
-        counted = self._mask[:, : self._length].cumsum(dim=1) - 1
-        return self._forward(self._prompt_ids, counted.clamp(min=0))
+class _Decoder(Protocol):
+    """The rows in the batch as the model sees them."""
+
+    takes_more: bool
+    """Whether prompts can join rows that are being written."""
+
+    def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+        """Read prompts and put so many rows behind each; returns logits of the new rows' first tokens."""
+        ...
 
     def step(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
         """Feed each row its last token; returns logits of the one after it."""
-        self._length += 1
-        logits = self._forward(tokens[:, None], self._positions[:, None])
+        ...
+
+    def select(self, rows: Int[Tensor, " rows"]) -> None:
+        """Keep the given rows, in ascending order."""
+        ...
+
+
+class _GroupDecoder:
+    """Rows attend to their prompt's keys and values, which exist once, and to their own."""
+
+    takes_more = True
+
+    def __init__(self, model: nn.Module, sampling: SamplingParams, device: torch.device) -> None:
+        self._forward = _Forward(model)
+        self._device, self._pad = device, sampling.pad_token_id
+        # The last token of a completion is never fed back.
+        self._cache = GroupCache(max(1, sampling.max_completion_length - 1))
+        self._mask = as_mask(self._cache, device)
+        self._positions = torch.empty(0, dtype=torch.long, device=device)
+
+    def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+        ids, mask = left_pad(prompts, self._pad, self._device)
+        read = DynamicCache()
+        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+        logits = self._forward(ids, positions, mask.long(), read)
+        counts = torch.tensor(rows, device=self._device)
+        self._cache.join(read, mask, rows)
+        self._positions = torch.cat([self._positions, mask.sum(dim=1).repeat_interleave(counts)])
+        return logits.repeat_interleave(counts, dim=0)
+
+    def step(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
+        self._cache.advance()
+        logits = self._forward(tokens[:, None], self._positions[:, None], self._mask, self._cache)
         self._positions = self._positions + 1
         return logits
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
-        """Keep the given rows, in that order; a row may be given several times."""
+        self._cache.select(rows)
+        self._positions = self._positions[rows]
+
+
+class _PaddedDecoder:
+    """Every row has its own copy of its prompt, padded on the left: the plain reference, for any attention."""
+
+    takes_more = False
+
+    def __init__(self, model: nn.Module, sampling: SamplingParams, device: torch.device) -> None:
+        self._forward = _Forward(model)
+        self._device, self._pad = device, sampling.pad_token_id
+        # The last token of a completion is never fed back.
+        self._room = sampling.max_completion_length - 1
+
+    def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+        ids, mask = left_pad(prompts, self._pad, self._device)
+        self._length = mask.shape[1]
+        self._cache = preallocated_cache(self._length + self._room)
+        self._mask = nn.functional.pad(mask.long(), (0, self._room), value=1)
+        self._positions = mask.sum(dim=1)
+        counted = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+        logits = self._forward(ids, counted, self._mask[:, : self._length], self._cache)
+        sources = torch.arange(len(prompts), device=self._device)
+        sources = sources.repeat_interleave(torch.tensor(rows, device=self._device))
+        self.select(sources)
+        return logits[sources]
+
+    def step(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
+        self._length += 1
+        logits = self._forward(tokens[:, None], self._positions[:, None], self._mask[:, : self._length], self._cache)
+        self._positions = self._positions + 1
+        return logits
+
+    def select(self, rows: Int[Tensor, " rows"]) -> None:
         self._cache.batch_select_indices(rows)
         self._mask, self._positions = self._mask[rows], self._positions[rows]
 
-    def _forward(self, token_ids: Int[Tensor, "rows tokens"], positions: Int[Tensor, "rows tokens"]) -> Tensor:
-        arguments: dict[str, Any] = {
-            "input_ids": token_ids,
-            "attention_mask": self._mask[:, : self._length],
-            "use_cache": True,
-            _cache_argument(self._accepted): self._cache,
-        }
-        if "position_ids" in self._accepted:
+
+class _Forward:
+    """The model's forward pass, by the names that its arguments have; returns the last position's logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        accepted = _forward_arguments(model)
+        self._cache_name = _cache_argument(accepted)
+        self._takes_positions = "position_ids" in accepted
+        self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Float[Tensor, "rows vocab"]:
+        arguments = {"input_ids": token_ids, "attention_mask": mask, "use_cache": True, self._cache_name: cache}
+        if self._takes_positions:
             arguments["position_ids"] = positions
-        if "logits_to_keep" in self._accepted:
-            arguments["logits_to_keep"] = 1
-        return self._model(**arguments).logits[:, -1]
+        return self._model(**arguments, **self._options).logits[:, -1]
+
+
+def _groups_agree(model: nn.Module) -> bool:
+    """Whether the model attends by a plan and gives the same logits so: measured, on two prompts of unequal length."""
+    device = _input_device(model)
+    sampling = SamplingParams(num_generations=2, max_completion_length=3, stop_token_ids=(), pad_token_id=0)
+    limit = getattr(unwrapped(model).config.get_text_config(), "max_position_embeddings", None) or 8
+    long = int(max(1, min(5, limit - 3, longest_unwindowed(model) - 3)))
+    prompts, rows = [list(range(1, long + 1)), [1]], [2, 1]
+    tokens = torch.tensor([1, 2, 0], device=device)
+    results = []
+    with sampling_mode(model):
+        for kind in (_PaddedDecoder, _GroupDecoder):
+            decoder = kind(model, sampling, device)
+            try:
+                logits = [decoder.join(prompts, rows), decoder.step(tokens), decoder.step(tokens)]
+            except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+                _log.info("sampling keeps a copy of the prompt for every row: the model refused the plan (%s)", error)
+                return False
+            results.append(torch.cat(logits))
+    plain, shared = results
+    rounding = PROBE_TOLERANCE.get(plain.dtype, 0.05) * max(1.0, float(plain.abs().max()))
+    difference = float((plain - shared).abs().max())
+    if not difference <= rounding:
+        _log.info("sampling keeps a copy of the prompt for every row: logits would differ by %.3g", difference)
+    return difference <= rounding
 
 
 def unsupported_by_native(model: nn.Module) -> str | None:

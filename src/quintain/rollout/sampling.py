@@ -9,12 +9,14 @@ import math
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from quintain.errors import RolloutError
 from quintain.types import SamplingParams
 
 Logits = Float[Tensor, "batch vocab"]
+BLOCK = 256
+"""Tokens that are summed together when a cumulative distribution is inverted."""
 
 
 def next_tokens(
@@ -23,7 +25,7 @@ def next_tokens(
     sampling: SamplingParams,
     *,
     seen: Bool[Tensor, "batch vocab"] | None = None,
-    ban_stops: bool = False,
+    ban_stops: Bool[Tensor, " batch"] | None = None,
 ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"]]:
     """Sample one token a row: penalty, bans, temperature, top-k, top-p, min-p, in that order.
 
@@ -31,19 +33,18 @@ def next_tokens(
         logits: of the model, in any floating dtype.
         uniforms: one number in [0, 1) a row; it alone decides the row's token.
         seen: tokens of the prompt and the completion so far; needed only with a repetition penalty.
-        ban_stops: the completion is still shorter than its minimum length.
+        ban_stops: rows that are still shorter than their minimum length; None: no row is.
     Returns:
         The tokens, and their log-probabilities under softmax(logits / temperature), before everything else above.
     Raises:
         RolloutError: the logits hold NaN or positive infinity.
     """
-    logits = logits.float()
-    shaped = logits
+    scaled = logits.float() / sampling.temperature if sampling.temperature != 1 else logits.float()
+    shaped = scaled
     if seen is not None:
         shaped = penalise_repetition(shaped, seen, penalty=sampling.repetition_penalty)
-    if ban_stops:
-        shaped = ban(shaped, sampling.stop_token_ids)
-    shaped = shaped / sampling.temperature
+    if ban_stops is not None:
+        shaped = ban(shaped, sampling.stop_token_ids, ban_stops)
     if sampling.top_k:
         shaped = keep_top_k(shaped, top_k=sampling.top_k)
     if sampling.top_p < 1:
@@ -51,25 +52,30 @@ def next_tokens(
     if sampling.min_p:
         shaped = keep_min_p(shaped, min_p=sampling.min_p)
     tokens = draw(shaped, uniforms)
-    return tokens, token_logprobs(logits, tokens, temperature=sampling.temperature)
+    return tokens, token_logprobs(scaled, tokens, temperature=1.0)
 
 
 def token_logprobs(logits: Logits, tokens: Int[Tensor, " batch"], *, temperature: float) -> Float[Tensor, " batch"]:
     """log softmax(logits / temperature) of one token a row, in nats and in float32."""
-    scaled = logits.float() / temperature
+    scaled = logits.float() / temperature if temperature != 1 else logits.float()
     return scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(dim=1)
 
 
 def draw(logits: Logits, uniforms: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
     """Inverse of the cumulative distribution: the first token whose cumulative probability exceeds the uniform number.
 
-    Unlike an argmax over noise, it needs one random number a row, so a row's tokens depend on its own numbers only.
+    Unlike an argmax over noise, it needs one random number a row, so a row's tokens depend on its own numbers only. The
+    sum over the vocabulary is made in blocks: the number falls into one of them, and only that one is summed token by
+    token.
 
     Raises:
         RolloutError: a row has no distribution, because its logits hold NaN or positive infinity.
     """
-    cumulative = logits.softmax(dim=1).cumsum(dim=1, dtype=uniform_dtype(logits.device))
-    total = cumulative[:, -1:]
+    precise = uniform_dtype(logits.device)
+    weights = (logits - logits.amax(dim=1, keepdim=True)).exp_()
+    weights = nn.functional.pad(weights, (0, -weights.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    ends = weights.sum(dim=2, dtype=precise).cumsum(dim=1)
+    total = ends[:, -1:]
     if not torch.isfinite(total).all():
         row = int((~torch.isfinite(total)).nonzero()[0, 0])
         raise RolloutError(
@@ -77,9 +83,18 @@ def draw(logits: Logits, uniforms: Float[Tensor, " batch"]) -> Int[Tensor, " bat
             "nothing to sample from. Weights or activations have overflowed: lower the learning rate, or use bfloat16 "
             "or float32 in place of float16."
         )
-    # Rounding may lift the product to the total itself, which no cumulative probability exceeds.
-    target = torch.minimum(uniforms[:, None].to(total.dtype) * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    target = _below(uniforms[:, None].to(precise) * total, total)
+    block = torch.searchsorted(ends, target, right=True)
+    inside = weights.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1).cumsum(dim=1, dtype=precise)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    # The block's own sum is rounded in another order than the sum of its tokens.
+    token = torch.searchsorted(inside, _below(target - before, inside[:, -1:]), right=True)
+    return (block * BLOCK + token).squeeze(1)
+
+
+def _below(target: Tensor, total: Tensor) -> Tensor:
+    """The target, or the largest number below the total, which no cumulative probability exceeds."""
+    return torch.minimum(target, total.nextafter(torch.zeros_like(total)))
 
 
 def uniform_dtype(device: torch.device) -> torch.dtype:
@@ -87,10 +102,13 @@ def uniform_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
-def ban(logits: Logits, token_ids: tuple[int, ...]) -> Logits:
-    """Exclude the given tokens; ids beyond the vocabulary cannot be sampled anyway."""
-    index = [token for token in token_ids if token < logits.shape[1]]
-    return logits.index_fill(1, torch.tensor(index, dtype=torch.long, device=logits.device), -math.inf)
+def ban(logits: Logits, token_ids: tuple[int, ...], rows: Bool[Tensor, " batch"]) -> Logits:
+    """Exclude the given tokens in the given rows; ids beyond the vocabulary cannot be sampled anyway."""
+    logits = logits.clone()
+    for token in token_ids:
+        if token < logits.shape[1]:
+            logits[:, token].masked_fill_(rows, -math.inf)
+    return logits
 
 
 def penalise_repetition(logits: Logits, seen: Bool[Tensor, "batch vocab"], *, penalty: float) -> Logits:
