@@ -117,6 +117,9 @@ class StubPolicies:
         zeros = torch.zeros(rollouts.completion_ids.shape)
         return PolicyOutputs(logprobs=zeros, entropy=zeros)
 
+    def micro_batches(self, rollouts, keep):
+        return (rollouts.select(rows) for rows in rollouts.partition(self.micro_batch_tokens, keep))
+
     def after_step(self):
         pass
 

@@ -62,13 +62,14 @@ class Samples:
 
     `logprobs` are of the sampled tokens under softmax(logits / temperature), in nats, before any truncation
     (top-k, top-p, min-p) or penalty, so that they can be compared with the trainer's own forward pass. They are 0
-    where the mask is False.
+    where the mask is False, as are `values`: what the critic says before each token, where the engine was given one.
     """
 
     completion_ids: Int[Tensor, "batch completion"]
     completion_mask: Bool[Tensor, "batch completion"]
     stopped: Bool[Tensor, " batch"]
     logprobs: Float[Tensor, "batch completion"]
+    values: Float[Tensor, "batch completion"] | None = None
 
 
 @dataclass(frozen=True)
@@ -258,29 +259,27 @@ class Rollouts:
             if rows:
                 yield self.select(rows)
 
-    def partition(self, max_tokens: int, keep: Unit) -> Iterator[list[int]]:
-        """Row indices of micro-batches of at most `max_tokens` padded tokens each, in row order.
+    def partition(self, max_tokens: int, keep: Unit, *, share_prompts: bool = False) -> Iterator[list[int]]:
+        """Row indices of micro-batches in which at most `max_tokens` tokens are computed, in row order.
 
         A single row, or a single group when `keep` is "group", that exceeds the budget goes alone.
-        """
-        prompt_lengths, completion_lengths = self.prompt_mask.sum(dim=1).tolist(), self.lengths.tolist()
-        rows: list[int] = []
-        prompt = completion = 0
-        for block in self._blocks(keep):
-            block_prompt = max(prompt_lengths[row] for row in block)
-            block_completion = max(completion_lengths[row] for row in block)
-            padded = max(prompt, block_prompt) + max(completion, block_completion)
-            if rows and padded * (len(rows) + len(block)) > max_tokens:
-                yield rows
-                rows, prompt, completion = [], 0, 0
-            rows = rows + block
-            prompt, completion = max(prompt, block_prompt), max(completion, block_completion)
-        if rows:
-            yield rows
 
-    def split(self, max_tokens: int, keep: Unit) -> Iterator[Rollouts]:
-        """The micro-batches of `partition`, each trimmed to its own longest row."""
-        return (self.select(rows) for rows in self.partition(max_tokens, keep))
+        Args:
+            share_prompts: a group's prompt counts once in a micro-batch, and nothing is padded. Else every row counts
+                with its prompt, padded to the longest.
+        """
+        size: _SharedSize | _PaddedSize = _SharedSize() if share_prompts else _PaddedSize()
+        lengths = (self.group_ids, self.prompt_mask.sum(dim=1), self.lengths)
+        spans = list(zip(*(numbers.tolist() for numbers in lengths)))
+        taken: list[int] = []
+        for block in self._blocks(keep):
+            members = [spans[row] for row in block]
+            if taken and size.with_rows(members).tokens > max_tokens:
+                yield taken
+                taken, size = [], type(size)()
+            taken, size = taken + block, size.with_rows(members)
+        if taken:
+            yield taken
 
     def _blocks(self, keep: Unit) -> list[list[int]]:
         """Row indices of the smallest pieces a split may make, in order of first appearance."""
@@ -290,6 +289,45 @@ class Rollouts:
         for row, group in enumerate(self.group_ids.tolist()):
             blocks.setdefault(group, []).append(row)
         return list(blocks.values())
+
+
+Span = tuple[int, int, int]
+"""Group, prompt tokens and completion tokens of a row."""
+
+
+@dataclass(frozen=True)
+class _PaddedSize:
+    """Of a micro-batch whose rows have their own prompts, padded to the longest prompt and completion."""
+
+    rows: int = 0
+    prompt: int = 0
+    completion: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * (self.prompt + self.completion)
+
+    def with_rows(self, rows: Sequence[Span]) -> _PaddedSize:
+        return _PaddedSize(
+            self.rows + len(rows),
+            max(self.prompt, *(prompt for _, prompt, _ in rows)),
+            max(self.completion, *(completion for _, _, completion in rows)),
+        )
+
+
+@dataclass(frozen=True)
+class _SharedSize:
+    """Of a micro-batch in which the rows of a group, as long as they follow each other, share its prompt."""
+
+    tokens: int = 0
+    group: int | None = None
+
+    def with_rows(self, rows: Sequence[Span]) -> _SharedSize:
+        tokens, group = self.tokens, self.group
+        for new, prompt, completion in rows:
+            tokens += completion + (prompt if new != group else 0)
+            group = new
+        return _SharedSize(tokens, group)
 
 
 def _longest(mask: Bool[Tensor, "batch tokens"]) -> int:

@@ -13,7 +13,8 @@ from quintain.configs.shared import OnlineRLConfig
 from quintain.configs.trl_names import TRLNames
 
 _USAGE = (
-    "quintain train RECIPE [--field value ...] [--overwrite]\n       quintain train --resume RUN [--field value ...]"
+    "quintain train RECIPE [--field value ...] [--overwrite] [--profile]\n"
+    "       quintain train --resume RUN [--field value ...] [--profile]"
 )
 _DESCRIPTION = """Train a model as a recipe says. RECIPE is a YAML file, or the name of a recipe that comes with
 Quintain, such as quickstart or tiny. Its keys are algorithm, model, dataset and rewards, optionally peft,
@@ -36,6 +37,7 @@ def train_help(recipe: str | None, overrides: Mapping[str, Any]) -> str:
         "options:\n"
         "  --resume RUN          Continue an interrupted run in its own folder, from its last checkpoint.\n"
         "  --overwrite           Delete the run that is already in output_dir, then start afresh.\n"
+        "  --profile             Trace the second step and write where its time goes to profile/ in the run's folder.\n"
         "  -h, --help            Show this help.\n"
     )
     return f"{parser.format_help()}\n{flags}\n{more}"

@@ -26,6 +26,7 @@ class TrainOptions:
     overrides: dict[str, Any]
     resume: Path | None
     overwrite: bool
+    profile: bool
     help: bool
 
 
@@ -50,6 +51,10 @@ def train(arguments: Sequence[str]) -> int:
     if leads and options.overwrite:
         # Only now: a recipe that cannot be built must not cost anyone an earlier run.
         remove_run(folder)
+    if options.profile:
+        from quintain.trainers.profiling import profile_step
+
+        profile_step(trainer)
     trainer.train(resume_from=options.resume)
     if trainer.run.interrupted:
         return 130
@@ -68,7 +73,7 @@ def plain_output() -> None:
 
 def parse_options(arguments: Sequence[str]) -> TrainOptions:
     """Read the command line. Raises ConfigError if it names no recipe, or contradicts itself."""
-    flags = {"--overwrite", "-h", "--help"}
+    flags = {"--overwrite", "--profile", "-h", "--help"}
     words, overrides = parse_arguments([argument for argument in arguments if argument not in flags])
     resume = overrides.pop("resume", None)
     options = TrainOptions(
@@ -76,6 +81,7 @@ def parse_options(arguments: Sequence[str]) -> TrainOptions:
         overrides=overrides,
         resume=None if resume is None else Path(str(resume)),
         overwrite="--overwrite" in arguments,
+        profile="--profile" in arguments,
         help="-h" in arguments or "--help" in arguments,
     )
     if len(words) > 1:

@@ -20,7 +20,7 @@ class OptimisationFields:
     warmup_steps: float = 0
     """Optimizer steps over which the learning rate rises from 0; below 1, a fraction of all optimizer steps."""
     optim: str = "adamw"
-    """Optimizer: "adamw", "muon", "sgd", "adafactor" or "lion"."""
+    """Optimizer: "adamw", "adamw_8bit" (needs bitsandbytes), "muon", "sgd", "adafactor" or "lion"."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     adam_beta1: float = 0.9
@@ -37,8 +37,13 @@ class OptimisationFields:
     """How many times one rollout is used. Not passes over the dataset: see num_train_epochs."""
     num_mini_batches: int = 1
     """Optimizer steps in one pass over a rollout. Parts may differ in size by one unit."""
-    micro_batch_tokens: int = 4096
-    """Padded tokens, prompt included, whose activations are held at once. Changes memory and speed, and no gradient."""
+    micro_batch_tokens: int | str | None = None
+    """Tokens whose activations are held at once, a group's prompt counted once where its completions share it. Changes
+    memory and speed, and no gradient. "auto" chooses as many as memory_limit_gb leaves room for. Unset: 1024 on a CPU,
+    which is as fast there as more, and 8192 on a GPU."""
+    memory_limit_gb: float | None = None
+    """Peak memory of an update, in GiB, that micro_batch_tokens="auto" stays below: of this process, or on its GPU.
+    Unset: what is in use when the trainer is built, and 80% of what is free then."""
 
 
 @dataclass

@@ -28,6 +28,8 @@ class Number:
     """Only whole numbers; 100.0 is taken as 100."""
     optional: bool = False
     """None is allowed."""
+    word: str = ""
+    """A word that is allowed in a number's place, such as "auto"; empty: none."""
     hint: str = ""
     """A sentence that says what to do, or what the ends of the interval would mean."""
 
@@ -38,8 +40,11 @@ class Number:
     def check(self, name: str, value: Any) -> Any:
         if value is None and self.optional:
             return None
+        if self.word and value == self.word:
+            return value
         kind = "a whole number" if self.whole else "a number"
-        expected = f"{name} must be {kind} in {self.interval}{' or unset' if self.optional else ''}"
+        others = (f" or {self.word!r}" if self.word else "") + (" or unset" if self.optional else "")
+        expected = f"{name} must be {kind} in {self.interval}{others}"
         if isinstance(value, bool) or not isinstance(value, Real):
             raise ConfigError(f"{expected}: got {value!r}. {self.hint}".rstrip())
         number = float(value)

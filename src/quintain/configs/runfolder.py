@@ -24,6 +24,7 @@ RUN_ENTRIES = (
     "model",
     "value_model",
     "adapter",
+    "profile",
     "report.html",
 )
 """Everything that a run writes into its folder."""

@@ -24,7 +24,7 @@ SHARED_RULES: dict[str, Rule] = {
     "learning_rate": Number("(0, inf)", hint="1e-6 to 1e-4 is usual."),
     "lr_scheduler_type": OneOf(("linear", "cosine", "constant")),
     "warmup_steps": Number("[0, inf)", hint="Below 1 it is a fraction of all optimizer steps, otherwise their number."),
-    "optim": OneOf(("adamw", "muon", "sgd", "adafactor", "lion")),
+    "optim": OneOf(("adamw", "adamw_8bit", "muon", "sgd", "adafactor", "lion")),
     "weight_decay": Number("[0, inf)"),
     "adam_beta1": Number("[0, 1)"),
     "adam_beta2": Number("[0, 1)"),
@@ -32,7 +32,8 @@ SHARED_RULES: dict[str, Rule] = {
     "max_grad_norm": Number("(0, inf)", optional=True),
     "num_epochs": Number("[1, inf)", whole=True),
     "num_mini_batches": Number("[1, inf)", whole=True),
-    "micro_batch_tokens": Number("[1, inf)", whole=True),
+    "micro_batch_tokens": Number("[1, inf)", whole=True, optional=True, word="auto"),
+    "memory_limit_gb": Number("(0, inf)", optional=True),
     "dtype": OneOf(("float32", "bfloat16", "auto")),
     "prompts_per_step": Number("[1, inf)", whole=True),
     "num_generations": Number("[1, inf)", whole=True),
@@ -130,6 +131,11 @@ class OnlineRLConfig(
         """Settings that must agree with each other. A subclass extends it and calls this one."""
         self._check_rollout()
         self._check_policies()
+        if self.memory_limit_gb is not None and self.micro_batch_tokens != "auto":
+            self.notes.append(
+                f"memory_limit_gb={self.memory_limit_gb:g} has no effect: only micro_batch_tokens='auto' "
+                f"is chosen by it, and it is {self.micro_batch_tokens}."
+            )
         if (self.metric_for_best_model or "").startswith("eval_") and self.eval_steps is None:
             raise ConfigError(
                 f"metric_for_best_model={self.metric_for_best_model!r} needs eval_steps, which is unset. "
@@ -163,7 +169,8 @@ class OnlineRLConfig(
         schedule = getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)
         self.lr_scheduler_type = {"constant_with_warmup": "constant"}.get(schedule, schedule)
         optimizer = getattr(self.optim, "value", self.optim)
-        self.optim = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"}.get(optimizer, optimizer)
+        ours = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit"}
+        self.optim = ours.get(optimizer, optimizer)
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         if self.report_to in ("none", ["none"], ("none",), None):

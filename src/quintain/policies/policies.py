@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -24,8 +24,8 @@ class Policies:
         module: the language model and, where there is one, its value model.
         slots: which of "ref", "old" and "target" exist.
         temperature: sampling temperature, applied to every policy alike; > 0.
-        micro_batch_tokens: padded tokens whose activations may be held at once. A critic that runs the backbone a
-            second time leaves half of them for each.
+        micro_batch_tokens: tokens whose activations may be held at once, a prompt that is shared counted once. A
+            critic that runs the backbone a second time leaves half of them for each.
         target_update: moves the target; needed when "target" is among the slots.
         exact_kl_to: the slot to which the exact KL is measured, or None: always when the sampling policy is recorded,
             and in every online pass if `exact_kl_in_loss`.
@@ -74,20 +74,32 @@ class Policies:
         """The policy being trained, with gradient."""
         return self._evaluate(rollouts, exact=self.exact_kl_in_loss, entropy=True)
 
+    def micro_batches(self, rollouts: Rollouts, keep: Unit) -> Iterator[Rollouts]:
+        """The rollouts in parts whose activations fit, each trimmed to its own longest row."""
+        return (rollouts.select(rows) for rows in self._partition(rollouts, keep))
+
+    def _partition(self, rollouts: Rollouts, keep: Unit) -> Iterator[list[int]]:
+        return rollouts.partition(self.micro_batch_tokens, keep, share_prompts=self.module.shares_prompts)
+
     @torch.no_grad()
     def annotate(self, rollouts: Rollouts, *, old: bool, keep: Unit = "token") -> Rollouts:
         """Add what every slot says about the sampled tokens, and the values the critic gives them.
 
         Args:
-            old: also record the log-probabilities of the policy that sampled, unless these are given already: those the
-                engine kept, where a first completion shows that it computes as the online policy does, else those of
-                the online policy, now.
+            old: also record the log-probabilities of the policy that sampled, unless these are given already. What the
+                engine kept, values too, stands where a first completion shows that it computes as the online policy
+                does; else it is computed now.
             keep: what micro-batches keep whole; the loop passes the algorithm's unit, so that an update on the whole
                 rollout repeats exactly these micro-batches.
         """
-        if old and rollouts.old_logprobs is None and self._sampled_alike(rollouts):
-            rollouts = rollouts.replace(old_logprobs=rollouts.sampling_logprobs)
         old = old and rollouts.old_logprobs is None
+        if old or rollouts.values is not None:
+            alike = self._sampled_alike(rollouts)
+            rollouts = rollouts.replace(
+                old_logprobs=rollouts.sampling_logprobs if old and alike else rollouts.old_logprobs,
+                values=rollouts.values if alike and not self.target_values else None,
+            )
+            old = old and not alike
         if "old" in self.slots:
             self.slots["old"].copy(self.parameters)
         recorded: dict[str, Tensor] = {}
@@ -101,7 +113,7 @@ class Policies:
         others = [name for name in self.slots if name != "old"]
         if not (old or values_wanted or others):
             return rollouts
-        for rows in rollouts.partition(self.micro_batch_tokens, keep):
+        for rows in self._partition(rollouts, keep):
             micro = rollouts.select(rows)
             if old:
                 outputs = self._evaluate(micro, exact=True, values=values_wanted)

@@ -30,14 +30,15 @@ class SharedValueHead(nn.Module):
 
     def forward(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, " valid"]:
         """Value of the state before each valid completion token is drawn."""
-        hidden = self.states(layout, hidden)
-        if self.detach:
-            hidden = hidden.detach()
-        return _read(self.score, hidden)
+        return self.read(self.states(layout, hidden))
 
     def states(self, layout: Layout, hidden: Float[Tensor, "valid width"]) -> Float[Tensor, "valid width"]:
         """What a value is read from: the policy's own hidden states."""
         return hidden
+
+    def read(self, hidden: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes"]:
+        """The value of each state; a rollout engine asks for it while it samples."""
+        return _read(self.score, hidden.detach() if self.detach else hidden)
 
 
 class SeparateValueModel(nn.Module):

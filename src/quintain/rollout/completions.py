@@ -39,6 +39,7 @@ class Completions:
         self._prompts = prompts
         self._ids = torch.full((rows, width + 1), sampling.pad_token_id, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(rows, width + 1, dtype=torch.float32, device=device)
+        self._values: Float[Tensor, "rows width"] | None = None
         self._tracker = StopTracker(rows, sampling, tokenizer, device)
         self._seen: Bool[Tensor, "batch vocab"] | None = None
         self._width = width
@@ -48,8 +49,17 @@ class Completions:
         """Rows that have their last token."""
         return self._tracker.ended
 
-    def append(self, logits: Float[Tensor, "rows vocab"], rows: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-        """Draw the next token of each of `rows` and record it; what an ended row draws is not part of it."""
+    def append(
+        self,
+        logits: Float[Tensor, "rows vocab"],
+        rows: Int[Tensor, " rows"],
+        values: Float[Tensor, " rows"] | None = None,
+    ) -> Int[Tensor, " rows"]:
+        """Draw the next token of each of `rows` and record it; what an ended row draws is not part of it.
+
+        Args:
+            values: what a critic says of the rows as they are, to be recorded beside the token.
+        """
         places = torch.where(self.ended[rows], self._width, self._tracker.lengths[rows])
         tokens, logprobs = next_tokens(
             logits,
@@ -60,6 +70,9 @@ class Completions:
         )
         self._ids[rows, places] = tokens
         self._logprobs[rows, places] = logprobs
+        if values is not None:
+            self._values = torch.zeros_like(self._logprobs) if self._values is None else self._values
+            self._values[rows, places] = values
         if self._seen is not None:
             self._seen[rows, tokens] = True
         self._tracker.update(rows, tokens)
@@ -80,6 +93,7 @@ class Completions:
             completion_mask=mask,
             stopped=self._tracker.stopped.clone(),
             logprobs=torch.where(mask, self._logprobs[:, :width], 0.0),
+            values=None if self._values is None else torch.where(mask, self._values[:, :width], 0.0),
         )
 
     def _seen_by(self, rows: Int[Tensor, " rows"], vocabulary: int) -> Bool[Tensor, "rows vocab"] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,10 @@ PROBE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 
 _log = logging.getLogger(__name__)
 
+Critic = Callable[[Float[Tensor, "rows width"]], Float[Tensor, " rows"]]
+Said = tuple[Float[Tensor, "rows vocab"], Float[Tensor, " rows"] | None]
+"""Logits of each row's next token, and the critic's value before it, where there is a critic."""
+
 
 class NativeEngine:
     """Samples from any transformers decoder that keeps its past in the standard key-value cache.
@@ -44,6 +48,10 @@ class NativeEngine:
             `attention.py` and `matmul.py`.
         tokenizer: needed only for stop strings.
         cache_bytes: bound on the keys and values of the completions in the batch; at least one prompt's group is.
+    Attributes:
+        critic: from the hidden states that enter the output layer, `[rows, width]`, to one value a row. Where it is
+            set, the values before each token are recorded as it is drawn, so that no pass over the completions is
+            needed for them.
     Raises:
         ConfigError: the model keeps its past in some other way; the message says which.
     """
@@ -56,6 +64,7 @@ class NativeEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.cache_bytes = cache_bytes
+        self.critic: Critic | None = None
         use_fast_linears(model)
         self._longest_shared = longest_unwindowed(model) if adopt(model) and _groups_agree(model) else 0
 
@@ -92,8 +101,8 @@ class NativeEngine:
                     room -= len(joining[-1][1])
             if joining:
                 new_rows = torch.tensor([row for _, new in joining for row in new], device=device)
-                logits = decoder.join([prompt for prompt, _ in joining], [len(new) for _, new in joining])
-                tokens = torch.cat([tokens, completions.append(logits, new_rows)])
+                logits, values = decoder.join([prompt for prompt, _ in joining], [len(new) for _, new in joining])
+                tokens = torch.cat([tokens, completions.append(logits, new_rows, values)])
                 rows = torch.cat([rows, new_rows])
             running = (~completions.ended[rows]).nonzero().squeeze(1)
             if not len(running):
@@ -105,12 +114,13 @@ class NativeEngine:
             if len(rows) - len(running) >= COMPACT_FRACTION * len(rows):
                 decoder.select(running)
                 rows, tokens = rows[running], tokens[running]
-            tokens = completions.append(decoder.step(tokens), rows)
+            logits, values = decoder.step(tokens)
+            tokens = completions.append(logits, rows, values)
 
     def _decoder(self, longest_prompt: int, sampling: SamplingParams, device: torch.device) -> _Decoder:
         longest = longest_prompt + sampling.max_completion_length
         kind = _GroupDecoder if longest <= self._longest_shared else _PaddedDecoder
-        return kind(self.model, sampling, device)
+        return kind(_Forward(self.model, self.critic), sampling, device)
 
     def _most_rows(self, sampling: SamplingParams) -> int:
         """Rows whose keys and values fit into `cache_bytes`, and one prompt's at least."""
@@ -142,12 +152,12 @@ class _Decoder(Protocol):
     takes_more: bool
     """Whether prompts can join rows that are being written."""
 
-    def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Float[Tensor, "rows vocab"]:
-        """Read prompts and put so many rows behind each; returns logits of the new rows' first tokens."""
+    def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Said:
+        """Read prompts and put so many rows behind each; returns what is said of the new rows' first tokens."""
         ...
 
-    def step(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
-        """Feed each row its last token; returns logits of the one after it."""
+    def step(self, tokens: Int[Tensor, " rows"]) -> Said:
+        """Feed each row its last token; returns what is said of the one after it."""
         ...
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
@@ -160,29 +170,29 @@ class _GroupDecoder:
 
     takes_more = True
 
-    def __init__(self, model: nn.Module, sampling: SamplingParams, device: torch.device) -> None:
-        self._forward = _Forward(model)
+    def __init__(self, forward: _Forward, sampling: SamplingParams, device: torch.device) -> None:
+        self._forward = forward
         self._device, self._pad = device, sampling.pad_token_id
         # The last token of a completion is never fed back.
         self._cache = GroupCache(max(1, sampling.max_completion_length - 1))
         self._mask = as_mask(self._cache, device)
         self._positions = torch.empty(0, dtype=torch.long, device=device)
 
-    def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+    def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Said:
         ids, mask = left_pad(prompts, self._pad, self._device)
         read = DynamicCache()
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-        logits = self._forward(ids, positions, mask.long(), read)
+        said = self._forward(ids, positions, mask.long(), read)
         counts = torch.tensor(rows, device=self._device)
         self._cache.join(read, mask, rows)
         self._positions = torch.cat([self._positions, mask.sum(dim=1).repeat_interleave(counts)])
-        return logits.repeat_interleave(counts, dim=0)
+        return _rows_of(said, torch.arange(len(prompts), device=self._device).repeat_interleave(counts))
 
-    def step(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
+    def step(self, tokens: Int[Tensor, " rows"]) -> Said:
         self._cache.advance()
-        logits = self._forward(tokens[:, None], self._positions[:, None], self._mask, self._cache)
+        said = self._forward(tokens[:, None], self._positions[:, None], self._mask, self._cache)
         self._positions = self._positions + 1
-        return logits
+        return said
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         self._cache.select(rows)
@@ -194,30 +204,30 @@ class _PaddedDecoder:
 
     takes_more = False
 
-    def __init__(self, model: nn.Module, sampling: SamplingParams, device: torch.device) -> None:
-        self._forward = _Forward(model)
+    def __init__(self, forward: _Forward, sampling: SamplingParams, device: torch.device) -> None:
+        self._forward = forward
         self._device, self._pad = device, sampling.pad_token_id
         # The last token of a completion is never fed back.
         self._room = sampling.max_completion_length - 1
 
-    def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+    def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Said:
         ids, mask = left_pad(prompts, self._pad, self._device)
         self._length = mask.shape[1]
         self._cache = preallocated_cache(self._length + self._room)
         self._mask = nn.functional.pad(mask.long(), (0, self._room), value=1)
         self._positions = mask.sum(dim=1)
         counted = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-        logits = self._forward(ids, counted, self._mask[:, : self._length], self._cache)
+        said = self._forward(ids, counted, self._mask[:, : self._length], self._cache)
         sources = torch.arange(len(prompts), device=self._device)
         sources = sources.repeat_interleave(torch.tensor(rows, device=self._device))
         self.select(sources)
-        return logits[sources]
+        return _rows_of(said, sources)
 
-    def step(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
+    def step(self, tokens: Int[Tensor, " rows"]) -> Said:
         self._length += 1
-        logits = self._forward(tokens[:, None], self._positions[:, None], self._mask[:, : self._length], self._cache)
+        said = self._forward(tokens[:, None], self._positions[:, None], self._mask[:, : self._length], self._cache)
         self._positions = self._positions + 1
-        return logits
+        return said
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         self._cache.batch_select_indices(rows)
@@ -225,20 +235,34 @@ class _PaddedDecoder:
 
 
 class _Forward:
-    """The model's forward pass, by the names that its arguments have; returns the last position's logits."""
+    """The model's forward pass, by the names that its arguments have; says what it makes of the last position."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, critic: Critic | None = None) -> None:
+        self._model, self._critic = model, critic
         accepted = _forward_arguments(model)
         self._cache_name = _cache_argument(accepted)
         self._takes_positions = "position_ids" in accepted
         self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Float[Tensor, "rows vocab"]:
+    def __call__(self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Said:
         arguments = {"input_ids": token_ids, "attention_mask": mask, "use_cache": True, self._cache_name: cache}
         if self._takes_positions:
             arguments["position_ids"] = positions
-        return self._model(**arguments, **self._options).logits[:, -1]
+        if self._critic is None:
+            return self._model(**arguments, **self._options).logits[:, -1], None
+        states: list[Tensor] = []
+        head = unwrapped(self._model).get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda _head, inputs: states.append(inputs[0][:, -1]))
+        try:
+            logits = self._model(**arguments, **self._options).logits[:, -1]
+        finally:
+            handle.remove()
+        return logits, self._critic(states[0]).float()
+
+
+def _rows_of(said: Said, sources: Int[Tensor, " rows"]) -> Said:
+    logits, values = said
+    return logits[sources], None if values is None else values[sources]
 
 
 def _groups_agree(model: nn.Module) -> bool:
@@ -252,9 +276,9 @@ def _groups_agree(model: nn.Module) -> bool:
     results = []
     with sampling_mode(model):
         for kind in (_PaddedDecoder, _GroupDecoder):
-            decoder = kind(model, sampling, device)
+            decoder = kind(_Forward(model), sampling, device)
             try:
-                logits = [decoder.join(prompts, rows), decoder.step(tokens), decoder.step(tokens)]
+                logits = [decoder.join(prompts, rows)[0], decoder.step(tokens)[0], decoder.step(tokens)[0]]
             except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
                 _log.info("sampling keeps a copy of the prompt for every row: the model refused the plan (%s)", error)
                 return False

@@ -38,6 +38,7 @@ def build_rollouts(prompts: Prompts, samples: Samples, tokenizer: Any, num_gener
         completion_mask=samples.completion_mask,
         stopped=samples.stopped,
         sampling_logprobs=samples.logprobs,
+        values=samples.values,
         group_ids=torch.tensor(source, dtype=torch.long, device=device),
         prompts=texts,
         completions=_completion_texts(texts, samples, tokenizer),

@@ -18,12 +18,15 @@ from quintain.errors import ConfigError
 from quintain.kl.controllers import AdaptiveKLController, FixedKLController
 from quintain.policies.forward import ActorCritic
 from quintain.policies.loading import ensure_pad_token, load_model
+from quintain.policies.memory import GIB, SHARE_OF_FREE, Lengths, activation_cost, free_bytes, token_budget, used_bytes
 from quintain.policies.policies import Policies
 from quintain.policies.slots import TargetUpdate
+from quintain.policies.value_head import SharedValueHead
 from quintain.rewards import RewardPipeline
 from quintain.rollout.engine import make_engine, resolve_stop_token_ids, validate_sampling
+from quintain.rollout.native import NativeEngine
 from quintain.trainers.models import ModelAssembly
-from quintain.trainers.optim import build_optimization
+from quintain.trainers.optim import build_optimization, require_optimizer, state_bytes
 from quintain.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,6 +37,8 @@ _log = logging.getLogger(__name__)
 ENDLESS = 10**9
 """Steps of a run that is driven by hand: no end is known, so that a falling learning rate in effect stays."""
 
+CPU_TOKENS, GPU_TOKENS = 1024, 8192
+"""Tokens of a micro-batch unless the config says. A CPU multiplies 1024 rows as fast as more: see performance.md."""
 GENERATORS = ("rollout", "minibatch", "eval", "init")
 
 
@@ -66,6 +71,8 @@ class Assembly(ModelAssembly):
             )
         if optimizers[0] is not None:
             _refuse_value_rates(config)
+        else:
+            require_optimizer(config.optim)
         if config.eval_steps and eval_dataset is None:
             raise ConfigError(
                 f"eval_steps={config.eval_steps} asks for evaluation, but eval_dataset is missing. Pass eval_dataset, "
@@ -89,6 +96,7 @@ class Assembly(ModelAssembly):
         self.eval_prompts = self._sampler(eval_dataset, shuffle=False)
         self.max_steps = self._max_steps(self.prompts)
         config.check_length(self.max_steps)
+        longest_prompt = self._longest_prompt() if config.micro_batch_tokens == "auto" else 0
 
         self._reference = model
         self.model = self._wrap_peft(self._load_model(model), peft_config)
@@ -98,11 +106,15 @@ class Assembly(ModelAssembly):
         if config.gradient_checkpointing:
             self._checkpoint_activations()
         self.policies = self._policies(trainer, ref_model)
+        if config.micro_batch_tokens == "auto":
+            self._size_micro_batches(longest_prompt, together=trainer.unit == "group")
         self.optimizer = build_optimization(
             config, self.policies.parameters, max_steps=self.max_steps, given=optimizers
         )
         self.sampling = self._sampling()
         self.engine = make_engine(config.rollout_engine, self.model, self.tokenizer)
+        if isinstance(self.value_model, SharedValueHead) and isinstance(self.engine, NativeEngine):
+            self.engine.critic = self.value_model.read
 
     # ---- data and rewards ---------------------------------------------------------------------------------------
 
@@ -187,7 +199,7 @@ class Assembly(ModelAssembly):
             module,
             slots=slots,  # type: ignore[arg-type]
             temperature=config.temperature,
-            micro_batch_tokens=config.micro_batch_tokens,
+            micro_batch_tokens=_tokens_at_once(config, device),
             target_update=TargetUpdate(
                 decay=config.ema_decay if config.target_update == "ema" else None, every=config.target_update_every
             ),
@@ -200,6 +212,60 @@ class Assembly(ModelAssembly):
         if ref_model is not None:
             _copy_reference(policies, ref_model, self.config, self._init_kwargs(ref_model))
         return policies
+
+    def _longest_prompt(self) -> int:
+        """Tokens of the longest prompt that can be drawn."""
+        limit = self.config.max_prompt_length
+        survey = None if self.prompts is None else self.prompts.survey
+        if survey is not None:
+            longest = max(survey.lengths[row] for row in survey.kept)
+            return longest if limit is None else min(longest, limit)
+        if limit is None:
+            raise ConfigError(
+                f"micro_batch_tokens='auto' must know how long prompts can be, and "
+                f"{'a streamed dataset' if self.prompts else 'a run without train_dataset'} does not tell. Set "
+                f"max_prompt_length, or micro_batch_tokens to a number."
+            )
+        return limit
+
+    def _size_micro_batches(self, longest_prompt: int, *, together: bool) -> None:
+        """Give an update as many tokens at once as memory has room for: the same number in every process."""
+        config, policies, device = self.config, self.policies, self.accelerator.device
+        lengths = Lengths(
+            prompt=longest_prompt,
+            completion=config.max_completion_length,
+            group=config.num_generations,
+            shared=policies.module.shares_prompts,
+            together=together,
+            prompts=config.prompts_per_step // self.accelerator.num_processes,
+        )
+        cost = activation_cost(
+            policies.online,
+            policies.module,
+            layers=self.model.config.get_text_config().num_hidden_layers,
+            checkpointing=config.gradient_checkpointing,
+            longest=lengths.sequence,
+        )
+        used = used_bytes(device, policies.module)
+        if config.memory_limit_gb is None:
+            limit, setting = (
+                used + SHARE_OF_FREE * free_bytes(device),
+                f"{SHARE_OF_FREE:.0%} of the memory that is free",
+            )
+        else:
+            limit, setting = config.memory_limit_gb * GIB, f"memory_limit_gb={config.memory_limit_gb:g}"
+        gradients = [value.nbytes for value in policies.parameters.values()]
+        # A gradient is there before it is added to the last one; that of tied embeddings comes from both ends.
+        to_come = sum(gradients) + 2 * max(gradients) + state_bytes(config.optim, policies.parameters)
+        budget = token_budget(cost, lengths, limit=limit, used=used, to_come=to_come, setting=setting)
+        budget = int(self.accelerator.gather(torch.tensor(budget, device=device)).min())
+        policies.micro_batch_tokens = budget
+        _log.warning(
+            "note: micro_batch_tokens='auto' is %d: it takes about %.2f MiB a token, and has %.2f GiB.",
+            budget * policies.module.backbone_passes,
+            cost.of(1000, lengths.width) / 1000 / 2**20,
+            (limit - used - to_come) / GIB,
+        )
 
     def _sampling(self) -> SamplingParams:
         config = self.config
@@ -218,6 +284,12 @@ class Assembly(ModelAssembly):
         )
         validate_sampling(sampling)
         return sampling
+
+
+def _tokens_at_once(config: OnlineRLConfig, device: torch.device) -> int:
+    """Tokens of a micro-batch as far as settings and device decide; "auto" is measured later, from 1 token on."""
+    wanted = 1 if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
+    return int(wanted or (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS))
 
 
 def _kl_controller(config: OnlineRLConfig) -> FixedKLController | AdaptiveKLController:

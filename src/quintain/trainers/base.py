@@ -144,7 +144,7 @@ class OnlineRLTrainer(KLTerms, ManualLoop, AcrossProcesses):
         counts = {unit: self.sum_over_processes(minibatch.count(unit)) for unit in ("token", "sequence", "group")}
         losses: dict[str, float] = {}
         statistics.mark("minibatch")
-        for micro in minibatch.split(self.policies.micro_batch_tokens, self.unit):
+        for micro in self.policies.micro_batches(minibatch, self.unit):
             outputs = self.policies.online(micro)
             micro = self.with_old_logprobs(micro, outputs)
             statistics.add_means(self.first_update.observe(outputs, micro))

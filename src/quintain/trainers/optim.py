@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,6 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from quintain.configs.shared import OnlineRLConfig
 from quintain.errors import ConfigError
+
+FUSED_DEVICES = ("cpu", "cuda")
+"""Where torch updates all of a parameter's AdamW state in one pass. Elsewhere it takes several, to the same formula."""
+BLOCK_8BIT = 256
+"""Numbers that share a scale in bitsandbytes' 8-bit state."""
+SMALLEST_8BIT = 4096
+"""Numbers from which on a parameter's state has 8 bits there; smaller ones keep float32."""
 
 
 class Lion(Optimizer):
@@ -49,8 +57,10 @@ def build_optimizers(config: OnlineRLConfig, parameters: Mapping[str, nn.Paramet
     output layer, value head, vectors and scalars, for which it is not meant, go to an AdamW beside it.
     """
     betas, decay = (config.adam_beta1, config.adam_beta2), config.weight_decay
+    adam: dict[str, Any] = {"betas": betas, "eps": config.adam_epsilon, "weight_decay": decay}
     makers: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
-        "adamw": lambda groups: torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, weight_decay=decay),
+        "adamw": lambda groups: torch.optim.AdamW(groups, fused=_can_fuse(groups) or None, **adam),
+        "adamw_8bit": lambda groups: _adamw_8bit(groups, **adam),
         "sgd": lambda groups: torch.optim.SGD(groups, weight_decay=decay),
         "adafactor": lambda groups: torch.optim.Adafactor(groups, weight_decay=decay),
         "lion": lambda groups: Lion(groups, betas=betas, weight_decay=decay),
@@ -61,6 +71,49 @@ def build_optimizers(config: OnlineRLConfig, parameters: Mapping[str, nn.Paramet
     matrices = {name: value for name, value in parameters.items() if _is_hidden_matrix(name, value)}
     others = {name: value for name, value in parameters.items() if name not in matrices}
     return [makers[kind](list(_groups(config, part))) for kind, part in (("muon", matrices), ("adamw", others)) if part]
+
+
+def require_optimizer(name: str) -> None:
+    """Raise ConfigError for an optimizer whose package is not installed; the trainer asks before the model loads."""
+    if name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "optim='adamw_8bit' needs the package bitsandbytes, which is not installed: pip install bitsandbytes. Or "
+            "use optim='adamw'."
+        )
+
+
+def state_bytes(optim: str, parameters: Mapping[str, nn.Parameter]) -> int:
+    """Memory that the optimizer's state takes, in bytes, once it has made its first step.
+
+    Args:
+        optim: as in the config.
+        parameters: everything that is trained, by name.
+    """
+
+    def kept(name: str, value: nn.Parameter) -> float:
+        """Bytes of state for each byte of the parameter."""
+        if optim == "adafactor":  # a mean for each row and each column of a matrix
+            return sum(1 / size for size in value.shape[-2:]) if value.ndim > 1 else 1.0
+        if optim == "adamw_8bit" and value.numel() >= SMALLEST_8BIT:  # two bytes a number, two float32 scales a block
+            return (2 + 2 * 4 / BLOCK_8BIT) / value.element_size()
+        if optim == "muon" and _is_hidden_matrix(name, value):
+            return 1.0
+        return {"sgd": 0.0, "lion": 1.0}.get(optim, 2.0)
+
+    return round(sum(value.nbytes * kept(name, value) for name, value in parameters.items()))
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
+    """AdamW whose moments have 8 bits a number. Source: Dettmers et al. 2022, arXiv:2110.02861, section 2."""
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: Optimizer = AdamW8bit(groups, **settings)
+    return optimizer
+
+
+def _can_fuse(groups: Iterable[Mapping[str, Any]]) -> bool:
+    parameters = [value for group in groups for value in group["params"]]
+    return all(value.device.type in FUSED_DEVICES and value.is_floating_point() for value in parameters)
 
 
 def _groups(config: OnlineRLConfig, parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Any]]:
@@ -129,6 +182,7 @@ class Optimization:
             norms["value_grad_norm"] = _norm(self.value)
         if bool(torch.isfinite(norms["grad_norm"])) and not leave_out:
             self._clip(norms)
+            self._match_layouts()
             for optimizer in self.optimizers:
                 optimizer.step()
         self.zero()
@@ -145,6 +199,12 @@ class Optimization:
         for parameters, limit, norm in parts:
             if limit:
                 nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+
+    def _match_layouts(self) -> None:
+        """Fused optimizers pair weights and gradients as they lie in memory, whatever their strides say."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
 
     def _sum_over_processes(self) -> None:
         """Add up the gradients of all data-parallel processes, whatever number of micro-batches each of them had."""

@@ -39,9 +39,10 @@ _log = logging.getLogger(__name__)
 
 
 class Counter:
-    """How far the run is."""
+    """How far the run is, and how many tokens its micro-batches hold: another number would round differently."""
 
-    def __init__(self) -> None:
+    def __init__(self, micro_batch_tokens: int) -> None:
+        self.micro_batch_tokens = micro_batch_tokens
         self.step = 0
         self.best: float | None = None
         self.best_step: int | None = None
@@ -59,7 +60,7 @@ class Run:
     def __init__(self, trainer: OnlineRLTrainer, callbacks: Sequence[Any]) -> None:
         self.trainer, self.config = trainer, trainer.config
         self.folder = Path(self.config.output_dir)
-        self.counter = Counter()
+        self.counter = Counter(trainer.policies.micro_batch_tokens)
         self.callbacks = Callbacks(callbacks, self.config, trainer.max_steps)
         self.doctor = Doctor(self.config.to_dict())
         self.settings: dict[str, Any] = {"algorithm": type(trainer).__name__, **self.config.to_dict()}
@@ -111,6 +112,7 @@ class Run:
         checkpoint = _find_checkpoint(resume_from)
         if checkpoint is not None:
             load_checkpoint(checkpoint, self.parts)
+            self._restore_micro_batches()
             self.trainer.first_update.untrained = False
             _log.info("resumed from %s", checkpoint)
             if self.step >= self.trainer.max_steps and self.is_main:
@@ -127,7 +129,7 @@ class Run:
                     f"train --resume {earlier}",
                     file=sys.stderr,
                 )
-            write_config(self.folder, self.settings)
+            write_config(self.folder, {**self.settings, **self._chosen()})
         self._begun = True
         self._open_trackers()
         self.callbacks.begin(self.step)
@@ -182,6 +184,22 @@ class Run:
         return path
 
     # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _restore_micro_batches(self) -> None:
+        """Where no setting says their size, it stays what the checkpoint's run chose."""
+        policies = self.trainer.policies
+        chosen = not isinstance(self.config.micro_batch_tokens, int)
+        if chosen and policies.micro_batch_tokens != self.counter.micro_batch_tokens:
+            policies.micro_batch_tokens = self.counter.micro_batch_tokens
+            _log.warning("note: micro_batch_tokens stays %d, as in the run that is resumed.", *self._chosen().values())
+        self.counter.micro_batch_tokens = policies.micro_batch_tokens
+
+    def _chosen(self) -> dict[str, Any]:
+        """What settings that leave a choice stand for in this run, so that config.yaml can repeat it."""
+        if isinstance(self.config.micro_batch_tokens, int):
+            return {}
+        policies = self.trainer.policies
+        return {"micro_batch_tokens": policies.micro_batch_tokens * policies.module.backbone_passes}
 
     def _any_process(self, flag: bool) -> bool:
         """Whether any process says so: all must stop, and save, at the same step."""
