@@ -285,10 +285,11 @@ def build_ours(case: argparse.Namespace, folder: str, meter: Meter, callback: An
 
 
 def arithmetic(model: Any, lengths: Sequence[int], group: int, tokens: int, algorithm: str) -> float:
-    """Operations of a step that reads each prompt of P tokens once, for its group of G completions of T tokens.
+    """Operations of a step that reads each prompt of P tokens once, for its group of G completions of T + 1 tokens.
 
-    passes * sum over prompts of 2 * linear * (P + G T) + 2 * width * vocabulary * G T + 4 * width * layers * pairs
-    pairs  = P^2 / 2 + G (P T + T^2 / 2)
+    passes * sum over prompts of
+        2 * linear * (P + G T) + 2 * width * vocabulary * G (T + 1) + 4 * width * layers * pairs
+    pairs  = P^2 / 2 + G (P T + T^2 / 2): the last token of a completion is predicted and not read
     linear = weights outside of embeddings and output layer
     passes = 4: sampling, forward, and backward as much as two of these; 5 with another policy's log-probabilities
     """
@@ -297,8 +298,9 @@ def arithmetic(model: Any, lengths: Sequence[int], group: int, tokens: int, algo
     linear = sum(weight.numel() for name, weight in named.items() if "embed" not in name and "lm_head" not in name)
     total = 0.0
     for prompt in lengths:
-        pairs = prompt**2 / 2 + group * (prompt * tokens + tokens**2 / 2)
-        total += 2 * linear * (prompt + group * tokens) + 2 * config.hidden_size * config.vocab_size * group * tokens
+        read = tokens - 1
+        pairs = prompt**2 / 2 + group * (prompt * read + read**2 / 2)
+        total += 2 * linear * (prompt + group * read) + 2 * config.hidden_size * config.vocab_size * group * tokens
         total += 4 * config.hidden_size * config.num_hidden_layers * pairs
     return total * (5 if algorithm in ("ppo", "tpo-default") else 4)
 
@@ -481,16 +483,19 @@ def peak_gb() -> float:
 
 
 def matrix_gflops(size: int = 2048) -> dict[str, float]:
-    """Rate of a large matrix product in each precision: the best of five."""
+    """Rate of a large matrix product in each precision: the best of five by either library that torch may have."""
     import torch
 
+    products: list[Callable[[Any, Any], Any]] = [torch.matmul]
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        products.append(lambda left, right: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], ""))
     rates = {}
     for name in ("float32", "bfloat16"):
         left, right = torch.randn(2, size, size).to(getattr(torch, name))
         seconds = []
-        for _ in range(5):
+        for product in 5 * products:
             start = time.perf_counter()
-            left @ right
+            product(left, right)
             seconds.append(time.perf_counter() - start)
         rates[name] = 2 * size**3 / min(seconds) / 1e9
     return rates

@@ -194,13 +194,13 @@ def test_a_matrix_rate_is_that_of_a_product(monkeypatch):
 def test_arithmetic_of_a_step_by_hand():
     """Width 8, one layer, feed-forward of 32, 7 tokens: 4 * 64 + 3 * 8 * 32 + 3 * 8 weights outside the embeddings.
 
-    A prompt of 3 tokens and two completions of 4: 11 tokens, 8 of them predicted, 4.5 + 2 * (12 + 8) pairs.
+    A prompt of 3 tokens and two completions of 4: 9 tokens are read, 8 predicted, and 4.5 + 2 * (9 + 4.5) pairs.
     """
     model = load_model(
         "scratch:tiny",
         model_init_kwargs={"characters": "012", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
     )
-    one_pass = 2 * 1048 * 11 + 2 * 8 * 7 * 8 + 4 * 8 * 1 * 44.5
+    one_pass = 2 * 1048 * 9 + 2 * 8 * 7 * 8 + 4 * 8 * 1 * 31.5
     assert against_trl.arithmetic(model, [3], 2, 4, "grpo") == 4 * one_pass
     assert against_trl.arithmetic(model, [3, 3], 2, 4, "ppo") == 2 * 5 * one_pass
 

@@ -118,7 +118,24 @@ def test_a_packed_weight_is_not_used_where_a_gradient_is_wanted(fast):
 def test_nothing_changes_where_onednn_is_not_the_faster(monkeypatch):
     matmul.onednn_is_faster.cache_clear()
     monkeypatch.setenv("QUINTAIN_ONEDNN", "0")
-    model = tiny_model()
+    model, ids = tiny_model().eval(), torch.arange(3, 12)[None]
+    before = model(ids).logits
     use_fast_linears(model)
-    assert not any(isinstance(part, Linear) for part in model.modules())
+    monkeypatch.setattr(matmul, "_multiply", None)  # nothing calls oneDNN
+    with packed_linears(model):
+        assert torch.equal(model(ids).logits, before)
     matmul.onednn_is_faster.cache_clear()
+
+
+def test_half_precision_products_leave_the_logits_in_float32(fast):
+    """All layers but the last are rounded to bfloat16: near the plain logits, and not rounded themselves."""
+    if not matmul.packs_half():
+        pytest.skip("this processor does not multiply bfloat16 matrices")
+    model, ids = tiny_model(initializer_range=0.05).eval(), torch.arange(3, 12)[None]
+    use_fast_linears(model)
+    with torch.no_grad():
+        plain = model(ids).logits
+        with packed_linears(model, torch.bfloat16):
+            rounded = model(ids).logits
+    assert rounded.dtype == torch.float32 and not torch.equal(rounded, rounded.bfloat16().float())
+    assert 0 < float((rounded - plain).abs().max()) < 0.05 * float(plain.abs().max())

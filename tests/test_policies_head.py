@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_leaves
 from quintain.errors import ConfigError
 from quintain.policies.head import (
     CHUNK_BYTES,
+    PRODUCT_ROWS,
     LogitMap,
     checkpointed_head_outputs,
     find_logit_map,
     head_outputs,
+    outputs_of_logits,
     plain_head_outputs,
 )
 
@@ -105,6 +107,28 @@ def test_a_checkpointed_head_gives_what_whole_logits_give(differentiate, selecti
     head = Head()
     options = options_for(head, selection)
     agree(head, head.run_checkpointed, 1e-9, differentiate, temperature=0.7, logit_map=MAPS[3], **options)
+
+
+@pytest.mark.parametrize("by_onednn", [False, True])
+def test_a_vocabulary_of_several_parts_gives_what_whole_logits_give(by_onednn, monkeypatch):
+    """Large enough for oneDNN's products, and for a weight gradient in three parts, the last one smaller."""
+    if by_onednn and not torch.backends.mkldnn.is_available():
+        pytest.skip("this PyTorch has no oneDNN")
+    monkeypatch.setattr("quintain.matmul.onednn_is_faster", lambda: by_onednn)
+    monkeypatch.setattr("quintain.policies.head.onednn_is_faster", lambda: by_onednn)
+    head = Head(torch.float32, tokens=30, width=24, vocab=2 * PRODUCT_ROWS + 900)
+    options = options_for(head, "both")
+    agree(head, head_outputs, 2e-5, ("logprobs", "entropy", "exact_kl"), chunk_tokens=12, temperature=3.0, **options)
+
+
+def test_logits_that_a_model_made_itself_give_the_same():
+    head = Head()
+    logits = nn.functional.linear(head.hidden, head.weight, head.bias)
+    ours = outputs_of_logits(logits, head.ids, temperature=0.7, **ENTROPY)
+    plain = head.run(plain_head_outputs, temperature=0.7, **ENTROPY)
+    torch.testing.assert_close(ours.logprobs, plain.logprobs)
+    torch.testing.assert_close(ours.entropy, plain.entropy)
+    assert ours.exact_kl is None and ours.entropy.requires_grad
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 22, 23, 1000, None])
@@ -389,7 +413,8 @@ def test_a_logit_map_out_of_range_is_refused(wrong):
 
 SMALL = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
 

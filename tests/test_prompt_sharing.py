@@ -74,10 +74,13 @@ def test_prompts_are_shared_within_a_sliding_window_and_not_beyond_it():
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if computes_by_plan(family)])
-@pytest.mark.parametrize("few_pairs", [0, 2**17], ids=["by length", "together"])
-def test_gradients_with_shared_prompts_equal_those_of_single_sequences(family, few_pairs, monkeypatch):
+@pytest.mark.parametrize(
+    ("few_pairs", "block"), [(0, 64), (2**17, 64), (2**17, 2)], ids=["by length", "together", "blocks"]
+)
+def test_gradients_with_shared_prompts_equal_those_of_single_sequences(family, few_pairs, block, monkeypatch):
     """In float64, to 1e-9; families whose normalisation computes in float32 whatever it is given, to 1e-5."""
     monkeypatch.setattr(attention, "FEW_PAIRS", few_pairs)
+    monkeypatch.setattr(attention, "BLOCK", block)
     close = {"atol": 1e-9 if family in ("gpt2", "gpt_neox", "phi") else 1e-5, "rtol": 0}
     model = tiny_model(family, **({"sliding_window": None} if family == "mistral" else {})).double().eval()
     module = ActorCritic(model, SharedValueHead(model.config.hidden_size).double())

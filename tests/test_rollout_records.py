@@ -8,7 +8,7 @@ from tiny_models import EOS, PAD, tiny_tokenizer
 
 from quintain.errors import RolloutError
 from quintain.rollout import build_rollouts, rollouts_from_tokens
-from quintain.types import Prompts, Samples
+from quintain.types import Prompts, Rollouts, Samples
 
 A, B, C = 3, 4, 5
 
@@ -115,3 +115,30 @@ def test_tokens_that_do_not_line_up_are_refused(changes, message):
     given = {"queries": [[A], [A]], "responses": [[B], [B, C]], **changes}
     with pytest.raises(RolloutError, match=message):
         rollouts_from_tokens(**given, tokenizer=tiny_tokenizer(), stop_token_ids=())
+
+
+def test_micro_batches_are_as_few_as_can_be_and_about_equally_large():
+    """Four groups of 2 + 4 x 3 tokens: 30 hold two of them, and 40 two and a half, which would leave a small rest."""
+    rows = 16
+    rollouts = Rollouts(
+        prompt_ids=torch.zeros(rows, 2, dtype=torch.long),
+        prompt_mask=torch.ones(rows, 2, dtype=torch.bool),
+        completion_ids=torch.zeros(rows, 3, dtype=torch.long),
+        completion_mask=torch.ones(rows, 3, dtype=torch.bool),
+        stopped=torch.ones(rows, dtype=torch.bool),
+        sampling_logprobs=torch.zeros(rows, 3),
+        group_ids=torch.arange(rows) // 4,
+        prompts=[""] * rows,
+        completions=[""] * rows,
+    )
+
+    def sizes(budget: int, keep: str, shared: bool = True) -> list[int]:
+        parts = rollouts.partition(budget, keep, share_prompts=shared)
+        assert [row for part in parts for row in part] == list(range(rows))
+        return [len(part) for part in parts]
+
+    assert sizes(30, "token") == sizes(30, "group") == sizes(40, "token") == [8, 8]
+    assert sizes(41, "group") == [8, 8]
+    assert sizes(1000, "token") == [16]
+    assert sizes(1, "group") == [4, 4, 4, 4]
+    assert sizes(30, "token", shared=False) == [6, 6, 4]

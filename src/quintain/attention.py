@@ -23,6 +23,10 @@ FEW_PAIRS = 2**17
 """Pairs of tokens, padding included, below which a second call costs more than the padding it saves."""
 
 
+BLOCK = 64
+"""Queries computed together: the keys behind the last of them, which none of them sees, are left out."""
+
+
 class AttentionPlan(Protocol):
     """Computes one attention layer's output."""
 
@@ -186,25 +190,39 @@ class _CompletionPart(_Part):
         causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
         of_prompt = (before >= 0)[:, None].expand(-1, tokens, -1)
         self._seen = torch.cat([of_prompt, causal.expand(len(own), -1, -1)], dim=2)
-        self._bias: Tensor | None = None
+        self._blocks = [slice(start, min(start + BLOCK, tokens)) for start in range(0, tokens, BLOCK)]
+        self._prompt_width = before.shape[1]
+        self._masks: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        self._masks.clear()
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-        sequences, tokens = self._read.shape
         heads, key_heads = queries.shape[1], keys.shape[1]
         # The query heads that share a key head stand below each other as further queries, so that no key is repeated.
-        query = _take(queries, self._read).unflatten(2, (key_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        query = _take(queries, self._read).unflatten(2, (key_heads, -1)).permute(0, 2, 3, 1, 4)
         key, value = (_take(states, self._read_keys).transpose(1, 2) for states in (keys, values))
-        output = scaled_dot_product_attention(
-            query, key, value, attn_mask=self._mask(query.dtype, heads // key_heads), scale=scale
-        )
-        return output.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).reshape(sequences, tokens, heads, -1)
+        outputs = []
+        for block, mask in zip(self._blocks, self._block_masks(query.dtype, heads // key_heads)):
+            last = self._prompt_width + block.stop
+            output = scaled_dot_product_attention(
+                query[:, :, :, block].flatten(2, 3), key[:, :, :last], value[:, :, :last], attn_mask=mask, scale=scale
+            )
+            outputs.append(output.unflatten(2, (heads // key_heads, -1)))
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
+        return output.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
-    def _mask(self, dtype: torch.dtype, repeats: int) -> Tensor:
-        """0 where a key is seen and -inf elsewhere, once for all layers."""
-        if self._bias is None or self._bias.dtype != dtype or self._bias.shape[2] != repeats * self._seen.shape[1]:
-            bias = torch.zeros(self._seen.shape, dtype=dtype, device=self._seen.device)
-            self._bias = bias.masked_fill(~self._seen, float("-inf"))[:, None].repeat(1, 1, repeats, 1)
-        return self._bias
+    def _block_masks(self, dtype: torch.dtype, repeats: int) -> list[Tensor]:
+        """For each block of queries: 0 where a key is seen and -inf elsewhere; made once for all layers."""
+        if (dtype, repeats) not in self._masks:
+            masks = []
+            for block in self._blocks:
+                seen = self._seen[:, block, : self._prompt_width + block.stop]
+                mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, float("-inf"))
+                masks.append(mask[:, None].repeat(1, 1, repeats, 1))
+            self._masks[dtype, repeats] = masks
+        return self._masks[dtype, repeats]
 
 
 def _take(states: Tensor, index: Tensor) -> Tensor:

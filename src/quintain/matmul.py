@@ -31,7 +31,7 @@ def onednn_is_faster() -> bool:
     The answer follows from the processor and never from a timing, so that the same machine always gives the same
     numbers. The environment variable QUINTAIN_ONEDNN (0 or 1) overrides it.
     """
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or not torch.backends.mkldnn.is_available():
+    if not _has_onednn():
         return False
     wish = os.environ.get("QUINTAIN_ONEDNN")
     if wish is not None:
@@ -108,45 +108,65 @@ class Linear(nn.Linear):
     """The weight in oneDNN's own order, while `packed_linears` is open."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.packed is not None and not torch.is_grad_enabled():
-            return _multiply(input, self.packed, self.bias)
-        return linear(input, self.weight, self.bias)
+        packed = self.packed
+        if packed is None or torch.is_grad_enabled():
+            return linear(input, self.weight, self.bias)
+        if packed.dtype == input.dtype:
+            return _multiply(input, packed, self.bias)
+        output = _multiply(input.to(packed.dtype), packed, None).to(input.dtype)
+        return output if self.bias is None else output + self.bias
 
 
 def use_fast_linears(model: nn.Module) -> None:
-    """Let the model's linear layers compute by `linear` above, where that is the faster (in place).
+    """Let the model's linear layers compute by `linear` above (in place).
 
     Parameters, their names and what is saved stay as they are.
     """
-    if onednn_is_faster():
+    if _has_onednn():
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = Linear
 
 
 @contextmanager
-def packed_linears(model: nn.Module) -> Iterator[None]:
+def packed_linears(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Keep a copy of each weight in the order that suits products with few rows; for sampling, without gradients.
 
     The weights must not change inside.
+
+    Args:
+        dtype: of the products; None is that of the weights. The output layer keeps the weights' own: rounded logits
+            would be another policy.
     """
-    layers = [module for module in model.modules() if isinstance(module, Linear) and _packs(module)]
-    copies: dict[int, Tensor] = {}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    copies: dict[tuple[int, torch.dtype], Tensor] = {}
+    layers: list[Linear] = []
     try:
-        for layer in layers:
-            key = layer.weight.data_ptr()
+        for layer in (module for module in model.modules() if isinstance(module, Linear)):
+            wanted = dtype if dtype is not None and layer is not head else layer.weight.dtype
+            if not _packs(layer, wanted):
+                continue
+            key = (layer.weight.data_ptr(), wanted)
             if key not in copies:
-                copies[key] = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+                copies[key] = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().to(wanted))
             layer.packed = copies[key]
+            layers.append(layer)
         yield
     finally:
         for layer in layers:
             layer.packed = None
 
 
-def _packs(layer: Linear) -> bool:
-    return (
-        layer.weight.device.type == "cpu"
-        and layer.weight.dtype in (torch.float32, torch.bfloat16)
-        and layer.weight.numel() >= LEAST_WORK // 16
-    )
+def packs_half() -> bool:
+    """Whether this processor multiplies bfloat16 matrices itself, so that packing them pays."""
+    return _has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _packs(layer: Linear, dtype: torch.dtype) -> bool:
+    if layer.weight.device.type != "cpu" or layer.weight.numel() < LEAST_WORK // 16:
+        return False
+    return onednn_is_faster() if dtype == torch.float32 else dtype == torch.bfloat16 and packs_half()
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -259,27 +259,30 @@ class Rollouts:
             if rows:
                 yield self.select(rows)
 
-    def partition(self, max_tokens: int, keep: Unit, *, share_prompts: bool = False) -> Iterator[list[int]]:
+    def partition(self, max_tokens: int, keep: Unit, *, share_prompts: bool = False) -> list[list[int]]:
         """Row indices of micro-batches in which at most `max_tokens` tokens are computed, in row order.
 
-        A single row, or a single group when `keep` is "group", that exceeds the budget goes alone.
+        There are as few as can be, and they are about equally large, so that none takes more memory than it must. A
+        single row, or a single group when `keep` is "group", that exceeds the budget goes alone.
 
         Args:
             share_prompts: a group's prompt counts once in a micro-batch, and nothing is padded. Else every row counts
                 with its prompt, padded to the longest.
         """
-        size: _SharedSize | _PaddedSize = _SharedSize() if share_prompts else _PaddedSize()
         lengths = (self.group_ids, self.prompt_mask.sum(dim=1), self.lengths)
         spans = list(zip(*(numbers.tolist() for numbers in lengths)))
-        taken: list[int] = []
-        for block in self._blocks(keep):
-            members = [spans[row] for row in block]
-            if taken and size.with_rows(members).tokens > max_tokens:
-                yield taken
-                taken, size = [], type(size)()
-            taken, size = taken + block, size.with_rows(members)
-        if taken:
-            yield taken
+        blocks = [(block, [spans[row] for row in block]) for block in self._blocks(keep)]
+        empty: _SharedSize | _PaddedSize = _SharedSize() if share_prompts else _PaddedSize()
+        parts = _fill(blocks, max_tokens, empty)
+        low, high = 0, max_tokens
+        for _ in range(BALANCING_STEPS if len(parts) > 1 else 0):
+            middle = (low + high) // 2
+            tried = _fill(blocks, middle, empty)
+            if len(tried) == len(parts):
+                parts, high = tried, middle
+            else:
+                low = middle
+        return parts
 
     def _blocks(self, keep: Unit) -> list[list[int]]:
         """Row indices of the smallest pieces a split may make, in order of first appearance."""
@@ -291,6 +294,8 @@ class Rollouts:
         return list(blocks.values())
 
 
+BALANCING_STEPS = 6
+"""Times that the budget's range is halved to find the smallest that needs no further micro-batch."""
 Span = tuple[int, int, int]
 """Group, prompt tokens and completion tokens of a row."""
 
@@ -328,6 +333,21 @@ class _SharedSize:
             tokens += completion + (prompt if new != group else 0)
             group = new
         return _SharedSize(tokens, group)
+
+
+def _fill(
+    blocks: Sequence[tuple[list[int], list[Span]]], max_tokens: int, empty: _SharedSize | _PaddedSize
+) -> list[list[int]]:
+    """The blocks' rows in micro-batches, each filled until the next block does not fit."""
+    parts: list[list[int]] = []
+    size = empty
+    for rows, spans in blocks:
+        if not parts or size.with_rows(spans).tokens > max_tokens:
+            parts.append([])
+            size = empty
+        parts[-1] += rows
+        size = size.with_rows(spans)
+    return parts
 
 
 def _longest(mask: Bool[Tensor, "batch tokens"]) -> int:

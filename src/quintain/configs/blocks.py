@@ -39,7 +39,7 @@ class OptimisationFields:
     """Optimizer steps in one pass over a rollout. Parts may differ in size by one unit."""
     micro_batch_tokens: int | str | None = None
     """Tokens whose activations are held at once, a group's prompt counted once where its completions share it. Changes
-    memory and speed, and no gradient. "auto" chooses as many as memory_limit_gb leaves room for. Unset: 1024 on a CPU,
+    memory and speed, and no gradient. "auto" chooses as many as memory_limit_gb leaves room for. Unset: 768 on a CPU,
     which is as fast there as more, and 8192 on a GPU."""
     memory_limit_gb: float | None = None
     """Peak memory of an update, in GiB, that micro_batch_tokens="auto" stays below: of this process, or on its GPU.
@@ -87,6 +87,13 @@ class RolloutFields:
     """Token ids that end a completion, besides the tokenizer's end-of-sequence token."""
     rollout_engine: str = "auto"
     """What samples: "native", "transformers" or "vllm"; "auto" is native for models that it can run."""
+    rollout_dtype: str = "auto"
+    """Precision of the native engine's matrix products while it samples: "float32" or "bfloat16"; "auto" is that of the
+    forward pass (dtype)."""
+    sampling_correction: float | None = 2.0
+    """Where sampling or the forward pass is in half precision, tokens are drawn from a slightly other policy than the
+    one that is trained. Each token's gradient is then weighted by its probability under the trainer's forward pass over
+    the one it was sampled with, up to this much; unset is no such weight."""
 
 
 @dataclass

@@ -35,6 +35,8 @@ SHARED_RULES: dict[str, Rule] = {
     "micro_batch_tokens": Number("[1, inf)", whole=True, optional=True, word="auto"),
     "memory_limit_gb": Number("(0, inf)", optional=True),
     "dtype": OneOf(("float32", "bfloat16", "auto")),
+    "rollout_dtype": OneOf(("auto", "float32", "bfloat16")),
+    "sampling_correction": Number("[1, inf)", optional=True, hint="Usual: 2, or unset for no weight."),
     "prompts_per_step": Number("[1, inf)", whole=True),
     "num_generations": Number("[1, inf)", whole=True),
     "max_completion_length": Number("[1, inf)", whole=True),

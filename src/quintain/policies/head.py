@@ -28,14 +28,14 @@ from torch.utils.checkpoint import checkpoint
 
 from quintain.errors import ConfigError
 from quintain.kl.estimators import exact_kl
+from quintain.matmul import onednn_is_faster, product_into
 from quintain.matmul import product as product_of
-from quintain.matmul import product_into
 
 CHUNK_BYTES = 32 * 2**20
 """Size of a chunk's float32 logits unless the caller says otherwise."""
 
 PRODUCT_ROWS = 4096
-"""Vocabulary entries whose gradient is held in half precision before it is added to the float32 sum."""
+"""Vocabulary entries whose gradient is a tensor of its own before it is added, where it cannot be added at once."""
 
 Reference = tuple[Float[Tensor, "tokens ref_width"], Float[Tensor, "vocab ref_width"], Float[Tensor, " vocab"] | None]
 """Another policy's hidden states, output weight and bias. It may have another width, but the same vocabulary."""
@@ -420,13 +420,14 @@ class _Head(torch.autograd.Function):
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     """Add gradient.T @ hidden to `total`, in the dtype of `total`."""
-    if total.dtype == hidden.dtype:
+    by_onednn = total.dtype == torch.float32 and total.device.type == "cpu" and onednn_is_faster()
+    if total.dtype == hidden.dtype and not by_onednn:
         total.addmm_(gradient.t(), hidden)
         return
-    # Not every device adds a half-precision product to a float32 sum in one call. A part of the vocabulary at a time,
-    # the product needs no second tensor of the weight's size and is added while it is in the cache.
+    # Neither a half-precision product nor one of oneDNN's can be added to a float32 sum in the same call. A part of the
+    # vocabulary at a time, it needs no second tensor of the weight's size and is added while it is in the cache.
     for part, columns in zip(total.split(PRODUCT_ROWS), gradient.split(PRODUCT_ROWS, dim=1)):
-        part += columns.t() @ hidden
+        part += product_of(columns.t(), hidden)
 
 
 def _layers(

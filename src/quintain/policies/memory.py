@@ -66,8 +66,8 @@ def activation_cost(
 ) -> ActivationCost:
     """Measure a policy's forward pass on one prompt with two completions, at three lengths.
 
-    At its peak, in the backward pass, an update holds all that the forward pass kept, the gradients of the largest tensor
-    of it, and LAYERS_AT_ONCE times what a layer has. Only the completions of the probe grow, so that every token is
+    At its peak, in the backward pass, an update holds all that the forward pass kept, the gradients of its largest
+    tensor, and LAYERS_AT_ONCE times what a layer has. Only the completions of the probe grow, so that every token is
     counted as one that is predicted, output layer included.
 
     Args:
@@ -167,15 +167,22 @@ class Lengths:
     @property
     def least(self) -> int:
         """Tokens computed in the smallest micro-batch that there can be."""
-        if not self.together:
-            return self.sequence
+        return self._whole_group if self.together else self.sequence
+
+    @property
+    def step(self) -> int:
+        """Tokens computed in a whole step."""
+        return self.prompts * self._whole_group
+
+    @property
+    def _whole_group(self) -> int:
         return self.width if self.shared else self.group * self.sequence
 
 
 def token_budget(
     cost: ActivationCost, lengths: Lengths, *, limit: float, used: float, to_come: float, setting: str
 ) -> int:
-    """Padded tokens of a micro-batch that keep the peak below `limit`; no more than a whole step has.
+    """Tokens of a micro-batch that keep the peak below `limit`; no more than a whole step has.
 
     Args:
         limit: bytes at the peak, `used` and `to_come` included.
@@ -197,8 +204,7 @@ def token_budget(
             f"or max_prompt_length, train an adapter (LoRA), set gradient_checkpointing=True, or allow "
             f"memory_limit_gb={(limit - room + needed) / GIB + 0.05:.1f}."
         )
-    whole_step = lengths.prompts * lengths.group * lengths.sequence
-    return min(cost.tokens_within(room, lengths.width), whole_step)
+    return min(cost.tokens_within(room, lengths.width), lengths.step)
 
 
 def used_bytes(device: torch.device, module: torch.nn.Module) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from quintain.errors import ConfigError
@@ -15,6 +17,24 @@ from quintain.types import PolicyOutputs, Rollouts, Unit
 
 KEPT_TOLERANCE = 1e-4
 """Largest log-probability difference, in nats, at which the engine's log-probabilities stand for the trainer's own."""
+
+
+def corrected(
+    logprobs: Float[Tensor, "batch completion"], rollouts: Rollouts, *, cap: float
+) -> Float[Tensor, "batch completion"]:
+    """The same log-probabilities, with each token's gradient weighted for the policy that really drew it.
+
+        weight = min(exp(old_logprobs - sampling_logprobs), cap)
+
+    `old_logprobs` are the trainer's own of the policy that sampled, `sampling_logprobs` the engine's, and 1 is the weight
+    where the engine reported none. Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
+    RL training", truncated importance sampling.
+    """
+    old = logprobs.detach() if rollouts.old_logprobs is None else rollouts.old_logprobs
+    log_weight = (old - rollouts.sampling_logprobs).nan_to_num(0.0)
+    weight = log_weight.exp().clamp(max=cap)
+    fixed = logprobs.detach()
+    return fixed + weight * (logprobs - fixed)
 
 
 class Policies:
@@ -31,6 +51,8 @@ class Policies:
             and in every online pass if `exact_kl_in_loss`.
         entropy_gradient: keep the graph through the entropy, for an entropy bonus.
         autocast: makes the context in which forward passes run.
+        sampling_correction: largest weight of a token's gradient for the engine having sampled from a policy that is
+            rounded otherwise; None where it computes as this module does.
         target_values: keep the value model in the target slot too, and let the target supply `values` (S16).
     """
 
@@ -47,6 +69,7 @@ class Policies:
         entropy_gradient: bool = False,
         target_values: bool = False,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        sampling_correction: float | None = None,
     ) -> None:
         if exact_kl_to is not None and not module.computes_exact_kl:
             raise ConfigError(
@@ -54,6 +77,7 @@ class Policies:
                 f"logits in a way of its own. Use 'k2' in a loss or 'k1' in a reward."
             )
         self.module, self.autocast = module, autocast
+        self.sampling_correction = sampling_correction
         self._moved = False
         self.temperature = temperature
         self.micro_batch_tokens = max(1, micro_batch_tokens // module.backbone_passes)
@@ -72,13 +96,16 @@ class Policies:
 
     def online(self, rollouts: Rollouts) -> PolicyOutputs:
         """The policy being trained, with gradient."""
-        return self._evaluate(rollouts, exact=self.exact_kl_in_loss, entropy=True)
+        outputs = self._evaluate(rollouts, exact=self.exact_kl_in_loss, entropy=True)
+        if self.sampling_correction is None or not rollouts.on_policy:
+            return outputs
+        return replace(outputs, logprobs=corrected(outputs.logprobs, rollouts, cap=self.sampling_correction))
 
     def micro_batches(self, rollouts: Rollouts, keep: Unit) -> Iterator[Rollouts]:
         """The rollouts in parts whose activations fit, each trimmed to its own longest row."""
         return (rollouts.select(rows) for rows in self._partition(rollouts, keep))
 
-    def _partition(self, rollouts: Rollouts, keep: Unit) -> Iterator[list[int]]:
+    def _partition(self, rollouts: Rollouts, keep: Unit) -> list[list[int]]:
         return rollouts.partition(self.micro_batch_tokens, keep, share_prompts=self.module.shares_prompts)
 
     @torch.no_grad()

@@ -55,8 +55,13 @@ class RolloutEngine(Protocol):
         ...
 
 
-def make_engine(name: str, model: nn.Module, tokenizer: Any = None) -> RolloutEngine:
+def make_engine(
+    name: str, model: nn.Module, tokenizer: Any = None, *, dtype: torch.dtype | None = None
+) -> RolloutEngine:
     """The engine called `name`; "auto" is native where it can run the model, else transformers.
+
+    Args:
+        dtype: of the native engine's matrix products; None is that of the weights.
 
     Which one "auto" chose, and why, is logged; the choice itself is the engine's `name`.
 
@@ -73,4 +78,4 @@ def make_engine(name: str, model: nn.Module, tokenizer: Any = None) -> RolloutEn
         reason = unsupported_by_native(model)
         name = "transformers" if reason else "native"
         _log.info("rollout engine: %s%s", name, f" (not native: {reason})" if reason else "")
-    return NativeEngine(model, tokenizer) if name == "native" else TransformersEngine(model, tokenizer)
+    return NativeEngine(model, tokenizer, dtype=dtype) if name == "native" else TransformersEngine(model, tokenizer)

@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from quintain.attention import adopt, as_mask, longest_unwindowed
 from quintain.errors import ConfigError
-from quintain.matmul import packed_linears, use_fast_linears
+from quintain.matmul import packed_linears, packs_half, use_fast_linears
 from quintain.rollout.cache import GroupCache, preallocated_cache
 from quintain.rollout.checks import check_prompts, validate_sampling
 from quintain.rollout.completions import Completions, left_pad, sampling_mode
@@ -47,6 +48,8 @@ class NativeEngine:
             attention and its linear layers may be computed by other functions from here on, with the same results; see
             `attention.py` and `matmul.py`.
         tokenizer: needed only for stop strings.
+        dtype: of the matrix products; None is that of the weights. In bfloat16 the tokens are drawn from a policy that is
+            rounded, and their log-probabilities are of that one.
         cache_bytes: bound on the keys and values of the completions in the batch; at least one prompt's group is.
     Attributes:
         critic: from the hidden states that enter the output layer, `[rows, width]`, to one value a row. Where it is
@@ -58,12 +61,19 @@ class NativeEngine:
 
     name = "native"
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None, *, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        dtype: torch.dtype | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
         if reason := unsupported_by_native(model):
             raise ConfigError(f"the native rollout engine cannot run this model: {reason}. Use 'transformers'.")
         self.model = model
         self.tokenizer = tokenizer
-        self.cache_bytes = cache_bytes
+        self.dtype, self.cache_bytes = dtype, cache_bytes
         self.critic: Critic | None = None
         use_fast_linears(model)
         self._longest_shared = longest_unwindowed(model) if adopt(model) and _groups_agree(model) else 0
@@ -76,9 +86,14 @@ class NativeEngine:
         check_prompts(prompts, sampling, self.model)
         device = _input_device(self.model)
         completions = Completions(prompts, sampling, generator, self.tokenizer, device)
-        with sampling_mode(self.model), packed_linears(self.model):
+        with sampling_mode(self.model), self._precision(device):
             self._write(completions, prompts, sampling, device)
         return completions.samples()
+
+    def _precision(self, device: torch.device) -> AbstractContextManager[None]:
+        if self.dtype is None or (device.type == "cpu" and packs_half()):
+            return packed_linears(self.model, self.dtype)
+        return torch.autocast(device.type, self.dtype)
 
     def _write(
         self,

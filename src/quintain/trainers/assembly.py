@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 ENDLESS = 10**9
 """Steps of a run that is driven by hand: no end is known, so that a falling learning rate in effect stays."""
 
-CPU_TOKENS, GPU_TOKENS = 1024, 8192
-"""Tokens of a micro-batch unless the config says. A CPU multiplies 1024 rows as fast as more: see performance.md."""
+CPU_TOKENS, GPU_TOKENS = 768, 8192
+"""Tokens of a micro-batch unless the config says. A CPU multiplies 768 rows as fast as more: see performance.md."""
 GENERATORS = ("rollout", "minibatch", "eval", "init")
 
 
@@ -112,9 +112,20 @@ class Assembly(ModelAssembly):
             config, self.policies.parameters, max_steps=self.max_steps, given=optimizers
         )
         self.sampling = self._sampling()
-        self.engine = make_engine(config.rollout_engine, self.model, self.tokenizer)
+        self.engine = make_engine(
+            config.rollout_engine, self.model, self.tokenizer, dtype=torch.bfloat16 if self._samples_in_half() else None
+        )
         if isinstance(self.value_model, SharedValueHead) and isinstance(self.engine, NativeEngine):
             self.engine.critic = self.value_model.read
+
+    @property
+    def _half(self) -> bool:
+        """Whether forward passes are in half precision."""
+        return _mixed_precision(self.config.dtype) != "no"
+
+    def _samples_in_half(self) -> bool:
+        wanted = self.config.rollout_dtype
+        return self._half if wanted == "auto" else wanted == "bfloat16"
 
     # ---- data and rewards ---------------------------------------------------------------------------------------
 
@@ -208,6 +219,7 @@ class Assembly(ModelAssembly):
             entropy_gradient=config.entropy_coef != 0,
             target_values=getattr(config, "target_values", False),
             autocast=self.accelerator.autocast,
+            sampling_correction=config.sampling_correction if self._samples_in_half() or self._half else None,
         )
         if ref_model is not None:
             _copy_reference(policies, ref_model, self.config, self._init_kwargs(ref_model))

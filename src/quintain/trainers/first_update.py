@@ -26,6 +26,7 @@ class FirstUpdateCheck:
     def __init__(self, engine: object, dtype: str, *, untrained: bool = True) -> None:
         self.engine_name = getattr(engine, "name", type(engine).__name__)
         self.dtype = dtype
+        self.sampler_dtype = "bfloat16" if getattr(engine, "dtype", None) == torch.bfloat16 else dtype
         self.armed, self.untrained = False, untrained
 
     def arm(self, *, on_policy: bool = True) -> None:
@@ -58,7 +59,8 @@ class FirstUpdateCheck:
         reported = rollouts.sampling_logprobs
         known = mask & ~reported.isnan()
         difference = torch.where(known, logprobs - reported, 0.0).abs()
-        self._require(difference, SAMPLER_TOLERANCE[self.dtype], rollouts, "sampling_logprobs", "|log-prob difference|")
+        limit = SAMPLER_TOLERANCE[self.sampler_dtype]
+        self._require(difference, limit, rollouts, "sampling_logprobs", "|log-prob difference|")
         return {"sampling_logprob_difference": (difference.sum(), known.sum())} if bool(known.any()) else {}
 
     def _require(self, gaps: Tensor, limit: float, rollouts: Rollouts, name: str, what: str) -> None:
