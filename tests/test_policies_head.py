@@ -237,6 +237,16 @@ def test_autocast_runs_the_products_in_its_dtype_and_casts_each_weight_once_a_pa
     assert seen.casts.count((VOCAB, WIDTH)) == 2
 
 
+def test_a_backward_pass_under_autocast_keeps_the_precision_of_its_forward_pass():
+    gradients = []
+    for under_autocast in (False, True):
+        head = Head(torch.float32)
+        total = head.run(head_outputs, chunk_tokens=4).logprobs.sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast):
+            gradients.append(torch.autograd.grad(total, head.inputs))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients))
+
+
 def test_the_weight_gradient_of_half_precision_accumulates_in_float32():
     """Each chunk adds 1/512 of what is there after 512 chunks, which a bfloat16 sum would round away from 256 on."""
     tokens = 600
@@ -289,6 +299,20 @@ def test_a_checkpointed_head_makes_no_tensor_larger_than_a_chunk():
     with Shapes() as seen:
         head.run(head.run_checkpointed, chunk_tokens=10).logprobs.sum().backward()
     assert seen.largest() == 500
+
+
+def test_no_logits_are_kept_for_the_backward_pass():
+    head = Head(torch.float32)
+    for outputs_of, keeps in ((head_outputs, False), (head.run_checkpointed, False), (plain_head_outputs, True)):
+        kept = []
+
+        def keep(tensor, kept=kept):
+            kept.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            head.run(outputs_of, **options_for(head, "both"))
+        assert any(len(shape) == 2 and shape[0] != VOCAB and shape[1] == VOCAB for shape in kept) == keeps
 
 
 def test_buffers_are_made_once_a_pass_not_once_a_chunk():
@@ -386,6 +410,7 @@ def test_a_tied_embedding_gets_the_gradient_of_both_its_uses():
     [
         ({"temperature": 0.0}, "temperature must be finite and > 0: got 0.0"),
         ({"temperature": float("nan")}, "temperature must be finite"),
+        ({"temperature": float("inf")}, "temperature must be finite"),
         ({"entropy_gradient": True}, "needs want_entropy=True"),
         ({"chunk_tokens": 0}, "chunk_tokens must be >= 1: got 0"),
         ({"hidden": torch.zeros(1, TOKENS, WIDTH)}, "hidden must be"),

@@ -39,8 +39,8 @@ class OptimisationFields:
     """Optimizer steps in one pass over a rollout. Parts may differ in size by one unit."""
     micro_batch_tokens: int | str | None = None
     """Tokens whose activations are held at once, a group's prompt counted once where its completions share it. Changes
-    memory and speed, and no gradient. "auto" chooses as many as memory_limit_gb leaves room for. Unset: 768 on a CPU,
-    which is as fast there as more, and 8192 on a GPU."""
+    memory and speed, and no gradient. "auto" chooses as many as memory_limit_gb leaves room for. Unset: on a CPU
+    as many as take about 1 GiB, from 512 to 8192, and 8192 on a GPU."""
     memory_limit_gb: float | None = None
     """Peak memory of an update, in GiB, that micro_batch_tokens="auto" stays below: of this process, or on its GPU.
     Unset: what is in use when the trainer is built, and 80% of what is free then."""

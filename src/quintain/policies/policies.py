@@ -26,9 +26,9 @@ def corrected(
 
         weight = min(exp(old_logprobs - sampling_logprobs), cap)
 
-    `old_logprobs` are the trainer's own of the policy that sampled, `sampling_logprobs` the engine's, and 1 is the weight
-    where the engine reported none. Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
-    RL training", truncated importance sampling.
+    `old_logprobs` are the trainer's own of the policy that sampled, `sampling_logprobs` the engine's, and 1 is the
+    weight where the engine reported none. Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training", truncated importance sampling.
     """
     old = logprobs.detach() if rollouts.old_logprobs is None else rollouts.old_logprobs
     log_weight = (old - rollouts.sampling_logprobs).nan_to_num(0.0)

@@ -48,8 +48,8 @@ class NativeEngine:
             attention and its linear layers may be computed by other functions from here on, with the same results; see
             `attention.py` and `matmul.py`.
         tokenizer: needed only for stop strings.
-        dtype: of the matrix products; None is that of the weights. In bfloat16 the tokens are drawn from a policy that is
-            rounded, and their log-probabilities are of that one.
+        dtype: of the matrix products; None is that of the weights. In bfloat16 the tokens are drawn from a policy that
+            is rounded, and their log-probabilities are of that one.
         cache_bytes: bound on the keys and values of the completions in the batch; at least one prompt's group is.
     Attributes:
         critic: from the hidden states that enter the output layer, `[rows, width]`, to one value a row. Where it is

@@ -37,8 +37,10 @@ _log = logging.getLogger(__name__)
 ENDLESS = 10**9
 """Steps of a run that is driven by hand: no end is known, so that a falling learning rate in effect stays."""
 
-CPU_TOKENS, GPU_TOKENS = 768, 8192
-"""Tokens of a micro-batch unless the config says. A CPU multiplies 768 rows as fast as more: see performance.md."""
+LEAST_TOKENS, MOST_TOKENS = 512, 8192
+"""Tokens of a micro-batch unless the config says: on a CPU those of about 1 GiB of activations, on a GPU most."""
+NUMBERS_A_UNIT = 20
+"""Activations kept of a token and layer, for each unit of width: measured on Llama models in float32."""
 GENERATORS = ("rollout", "minibatch", "eval", "init")
 
 
@@ -210,7 +212,7 @@ class Assembly(ModelAssembly):
             module,
             slots=slots,  # type: ignore[arg-type]
             temperature=config.temperature,
-            micro_batch_tokens=_tokens_at_once(config, device),
+            micro_batch_tokens=_tokens_at_once(config, self.model, device),
             target_update=TargetUpdate(
                 decay=config.ema_decay if config.target_update == "ema" else None, every=config.target_update_every
             ),
@@ -298,10 +300,17 @@ class Assembly(ModelAssembly):
         return sampling
 
 
-def _tokens_at_once(config: OnlineRLConfig, device: torch.device) -> int:
-    """Tokens of a micro-batch as far as settings and device decide; "auto" is measured later, from 1 token on."""
-    wanted = 1 if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
-    return int(wanted or (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS))
+def _tokens_at_once(config: OnlineRLConfig, model: Any, device: torch.device) -> int:
+    """Tokens of a micro-batch as far as settings, model and device decide; "auto" is measured later."""
+    if config.micro_batch_tokens == "auto":
+        return 1
+    if config.micro_batch_tokens is not None:
+        return int(config.micro_batch_tokens)
+    if device.type != "cpu":
+        return MOST_TOKENS
+    sizes = model.config.get_text_config()
+    token = 4 * NUMBERS_A_UNIT * sizes.hidden_size * sizes.num_hidden_layers
+    return min(max(GIB // token, LEAST_TOKENS), MOST_TOKENS)
 
 
 def _kl_controller(config: OnlineRLConfig) -> FixedKLController | AdaptiveKLController:
