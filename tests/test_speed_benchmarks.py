@@ -212,7 +212,7 @@ def test_sides_that_cannot_run_are_left_out_with_the_reason(monkeypatch):
     found["vllm"] = True
     assert gpu.choose_sides(["trl-vllm"], "cuda") == (["trl-vllm"], {})
     assert gpu.choose_sides(["trl-vllm"], "cpu") == ([], {"trl-vllm": "only on a GPU"})
-    with pytest.raises(SystemExit, match="unknown side .dpo"):
+    with pytest.raises(SystemExit, match="unknown side 'dpo'"):
         gpu.choose_sides(["dpo"], "cuda")
 
 
@@ -480,12 +480,14 @@ def test_the_judge_reads_the_weights_and_touches_nothing(tmp_path):
     assert model.config._attn_implementation == load_model("scratch:tiny").config._attn_implementation
 
 
-def test_the_judge_s_accuracy_is_the_share_of_right_answers(tmp_path):
+def test_the_judge_s_accuracy_is_the_share_of_right_answers(tmp_path, monkeypatch):
     """All held-out answers are 5, and the model always writes 5; then it always writes 6."""
-    file = tmp_path / "test.jsonl"
     rows = [{"prompt": f"{number} + {5 - number} = ", "answer": "5"} for number in range(4)]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    judge = time_to_reward.make_judge(ttr_case(dataset=str(file), greedy=True, tokens=1), str(tmp_path))
+    (tmp_path / "fives.py").write_text(
+        f"from datasets import Dataset\n\ndef make():\n    return {{'test': Dataset.from_list({rows!r})}}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    judge = time_to_reward.make_judge(ttr_case(dataset="fives:make", greedy=True, tokens=1), str(tmp_path))
     model = load_model("scratch:tiny")
     five, six = load_tokenizer("scratch:tiny")("56")["input_ids"]
     always(model, five)
@@ -522,7 +524,7 @@ def test_the_table_holds_means_over_seeds_and_every_seed_s_seconds(tmp_path):
     text = (tmp_path / "table.md").read_text()
     cells = [cell.strip() for cell in text.splitlines()[2].strip("|").split("|")]
     assert cells[:3] == ["trl", "2", "0.200 (0.100 to 0.300)"]
-    assert cells[-4:] == ["7 (7 to 7)", "56 (56 to 56)", "130, 130", "not reached, 130"]
+    assert cells[-4:] == ["7 (7 to 7)", "56 (56 to 56)", "130, 40", "not reached, 130"]
     assert "warning: trl, seed 0: other processes took 10%" in text and "seed 1:" not in text
     assert (tmp_path / "accuracy.png").stat().st_size > 1000 and json.loads((tmp_path / "results.json").read_text())
 
