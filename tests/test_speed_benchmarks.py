@@ -196,10 +196,11 @@ def test_a_vllm_that_fails_ends_the_measurement(tmp_path, monkeypatch, capfd):
 # ---- gpu.py -------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_the_script_stops_at_once(monkeypatch, capsys):
+def test_without_a_gpu_the_script_stops_at_once(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main(["--json", "never.json"]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().err and not Path("never.json").exists()
+    monkeypatch.setattr(gpu, "run_checks", lambda *_: pytest.fail("something was run"))
+    assert gpu.main(["--json", str(tmp_path / "never.json")]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err and not (tmp_path / "never.json").exists()
 
 
 def test_sides_that_cannot_run_are_left_out_with_the_reason(monkeypatch):
@@ -530,9 +531,10 @@ def test_the_table_holds_means_over_seeds_and_every_seed_s_seconds(tmp_path):
 
 
 @pytest.mark.parametrize("side", ["grpo", "tpo", "trl"])
-def test_a_run_trains_for_its_minutes_and_writes_nothing(side, tmp_path):
+def test_a_run_trains_for_its_minutes_and_writes_nothing(side, tmp_path, monkeypatch):
     if side == "trl":
         pytest.importorskip("trl")
+    monkeypatch.setattr("quintain.rewards.functions.numeric_match", lambda: gpu.reward)  # no sum is right here
     case, rows = ttr_case(side), []
     folder = tmp_path / "run"
     folder.mkdir()
@@ -547,7 +549,7 @@ def test_a_run_trains_for_its_minutes_and_writes_nothing(side, tmp_path):
     assert rows[0]["seconds"] == rows[0]["steps"] == 0 and rows[-1]["seconds"] >= 0.6
     assert rows[-1]["completions"] == 8 * rows[-1]["steps"] > 0 and len(rows) >= 3
     assert not list(folder.rglob("*"))
-    assert len(weights) == len(rows)
+    assert len(weights) == len(rows) and not torch.equal(weights[0], weights[-1])
 
 
 @pytest.mark.slow
