@@ -45,14 +45,12 @@ import importlib.metadata
 import json
 import os
 import platform
-import random
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -61,6 +59,7 @@ from statistics import fmean, median
 from typing import Any
 
 import psutil
+from measuring import foreign_load, machine_seconds, positive, processor, reward, vowels, word_problem
 
 from quintain.report.markdown import table_header, table_row
 
@@ -101,14 +100,6 @@ def parser() -> argparse.ArgumentParser:
     add("--ours-only", action="store_true", help="measure this library alone")
     add("--worker", choices=("ours", "theirs"), help=argparse.SUPPRESS)  # what a side's process is told
     return parser
-
-
-def positive(text: str) -> int:
-    """A whole number above 0; argparse makes an error message of the ValueError."""
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def algorithm(text: str) -> str:
@@ -175,27 +166,6 @@ def read_prompts(file: Path | None, number: int) -> list[str]:
     if len(texts) < number:
         raise SystemExit(f"against_trl: {file} has {len(texts)} prompts, --prompts is {number}. Lower --prompts.")
     return texts
-
-
-def word_problem(index: int) -> str:
-    draw = random.Random(index)
-    name, thing = draw.choice(["Mia", "Omar", "Lena", "Jonas"]), draw.choice(["apples", "books", "candles", "shells"])
-    first, second, third = (draw.randint(2, 90) for _ in range(3))
-    return (
-        f"{name} has {first} {thing} in one box and {second} in another. A friend brings {third} more, and half of "
-        f"them are given away on the same day. {f'The next morning {name} finds two more. ' if index % 2 else ''}"
-        f"How many {thing} are left in the end? Explain every step of the calculation, and write the number last."
-    )
-
-
-def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Share of vowels, and a little that differs between any two completions, so that no group ties."""
-    texts = [item if isinstance(item, str) else item[0]["content"] for item in completions]
-    return [vowels(text) + zlib.crc32(repr(list(ids)).encode()) / 1e11 for text, ids in zip(texts, completion_ids)]
-
-
-def vowels(text: str) -> float:
-    return sum(character in "aeiou" for character in text) / max(len(text), 1)
 
 
 # ---- both sides ---------------------------------------------------------------------------------------------------
@@ -450,20 +420,6 @@ class Meter:
             return result
 
         setattr(owner, method, timed)
-
-
-def machine_seconds() -> float:
-    """Processor time that the machine has spent, or that was taken from it, so far; 0 where only Linux would tell."""
-    file = Path("/proc/stat")
-    if not file.exists():
-        return 0.0
-    user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(int, file.read_text().split()[1:9])
-    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
-
-
-def foreign_load(wall: float, own: float, busy: float, processors: int) -> float:
-    """Share of the machine's processor time that went to others; one tick of 0.01 s a processor is not counted."""
-    return max(0.0, busy - own - 0.01 * processors) / (wall * processors)
 
 
 def forget_peak() -> None:
@@ -836,12 +792,6 @@ def notes(result: dict[str, Any]) -> Iterator[str]:
             f"{result['logprob_difference_engine']:.1e} (engine) and {result['logprob_difference_trainer']:.1e} "
             f"(trainer) nats, gradients by at most {'-' if gradient is None else f'{gradient:.1e}'} of a tensor's norm."
         )
-
-
-def processor() -> str:
-    file = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", file.read_text()) if file.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
+from measuring import positive
 
 from quintain.checkpoints.store import list_checkpoints
 from quintain.configs.load import Recipe, load_recipe, parse_arguments, read_recipe, recipe_from_dict
@@ -137,14 +138,6 @@ def parser() -> argparse.ArgumentParser:
         "--allow-different-budgets", action="store_true", help="compare recipes that sample different numbers"
     )
     return parser
-
-
-def positive(text: str) -> int:
-    """A whole number above 0; argparse makes an error message of the ValueError."""
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 # ---- what to run --------------------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ import importlib.util
 import json
 import os
 import platform
-import random
 import select
 import shlex
 import signal
@@ -42,12 +41,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
+from measuring import positive, reward, word_problem
 
 SIDES = ("grpo", "tpo", "tpo-default", "ppo", "trl", "trl-vllm")
 PHASES = ("generation", "forward", "backward", "optimizer", "rest")
@@ -81,14 +81,6 @@ def parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="also write the results here")
     add("--worker", help=argparse.SUPPRESS)  # what a process is: a side, or "checks"
     return parser
-
-
-def positive(text: str) -> int:
-    """A whole number above 0; argparse makes an error message of the ValueError."""
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,24 +155,6 @@ def load_prompts(model: str, number: int) -> tuple[Any, list[Any], list[list[int
             words.pop()
         pairs.append(wrap(words))
     return tokenizer, [prompt for prompt, _ in pairs], [ids for _, ids in pairs]
-
-
-def word_problem(index: int) -> str:
-    draw = random.Random(index)
-    name, thing = draw.choice(["Mia", "Omar", "Lena", "Jonas"]), draw.choice(["apples", "books", "candles", "shells"])
-    first, second, third = (draw.randint(2, 90) for _ in range(3))
-    return (
-        f"{name} has {first} {thing} in one box and {second} in another. A friend brings {third} more, and half of "
-        f"them are given away on the same day. {f'The next morning {name} finds two more. ' if index % 2 else ''}"
-        f"How many {thing} are left in the end? Explain every step of the calculation, and write the number last."
-    )
-
-
-def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Share of vowels, and a little that differs between any two completions, so that no group ties."""
-    texts = [item if isinstance(item, str) else item[0]["content"] for item in completions]
-    shares = [sum(character in "aeiou" for character in text) / max(len(text), 1) for text in texts]
-    return [share + zlib.crc32(repr(list(ids)).encode()) / 1e11 for share, ids in zip(shares, completion_ids)]
 
 
 # ---- the sides, each in its process -------------------------------------------------------------------------------

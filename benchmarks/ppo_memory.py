@@ -30,6 +30,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from measuring import positive
+
 CASES = ("grpo-lora", "ppo-lora-shared", "ppo-lora-separate", "ppo-four-models")
 BASELINE = CASES[0]
 LIMIT = 1.25
@@ -69,14 +71,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements here")
     parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)  # what a case's own process is told
     return parser
-
-
-def positive(text: str) -> int:
-    """A whole number above 0; argparse makes an error message of the ValueError."""
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 # ---- one case, in its own process -------------------------------------------------------------------------------

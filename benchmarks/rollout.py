@@ -34,8 +34,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import random
-import re
 import shlex
 import signal
 import subprocess
@@ -50,6 +48,7 @@ from statistics import fmean, median
 from typing import Any
 
 import psutil
+from measuring import foreign_load, machine_seconds, positive, processor, word_problem
 
 FOREIGN_LOAD = 0.05
 """Share of the machine's processor time that other processes may take in a turn before its pair is measured again."""
@@ -79,14 +78,6 @@ def parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="also write the results here")
     add("--worker", action="store_true", help=argparse.SUPPRESS)  # what vLLM's process is told
     return parser
-
-
-def positive(text: str) -> int:
-    """A whole number above 0; argparse makes an error message of the ValueError."""
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def lengths(text: str) -> list[int]:
@@ -163,17 +154,6 @@ def prompt_ids(options: argparse.Namespace) -> list[list[int]]:
             words.pop()
         prompts.append(ids(words))
     return prompts
-
-
-def word_problem(index: int) -> str:
-    draw = random.Random(index)
-    name, thing = draw.choice(["Mia", "Omar", "Lena", "Jonas"]), draw.choice(["apples", "books", "candles", "shells"])
-    first, second, third = (draw.randint(2, 90) for _ in range(3))
-    return (
-        f"{name} has {first} {thing} in one box and {second} in another. A friend brings {third} more, and half of "
-        f"them are given away on the same day. {f'The next morning {name} finds two more. ' if index % 2 else ''}"
-        f"How many {thing} are left in the end? Explain every step of the calculation, and write the number last."
-    )
 
 
 # ---- the sides ----------------------------------------------------------------------------------------------------
@@ -323,20 +303,6 @@ def own_seconds() -> float:
     return total
 
 
-def machine_seconds() -> float:
-    """Processor time that the machine has spent, or that was taken from it, so far; 0 where only Linux would tell."""
-    file = Path("/proc/stat")
-    if not file.exists():
-        return 0.0
-    user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(int, file.read_text().split()[1:9])
-    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
-
-
-def foreign_load(wall: float, own: float, busy: float, processors: int) -> float:
-    """Share of the machine's processor time that went to others; one tick of 0.01 s a processor is not counted."""
-    return max(0.0, busy - own - 0.01 * processors) / (wall * processors)
-
-
 def take_pairs(sides: Sequence[Side], tokens: int, options: argparse.Namespace) -> list[list[Turn]]:
     """Warm up, then take turns until enough rounds are undisturbed, at most twice as many; the least disturbed ones.
 
@@ -471,12 +437,6 @@ def notes(facts: Mapping[str, Any]) -> Iterator[str]:
             )
     if "vllm" not in facts["versions"]:
         yield "vLLM: not run. --vllm-python names an interpreter that has it."
-
-
-def processor() -> str:
-    file = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", file.read_text()) if file.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
+from measuring import machine_seconds
 
 from quintain.configs.load import CONFIG_CLASSES
 from quintain.configs.yaml_text import read_yaml
@@ -218,11 +219,7 @@ class Clock:
 
 def times() -> tuple[float, float, float]:
     """Seconds on the wall, of this process's processor time, and of the whole machine's where Linux tells it."""
-    file, busy = Path("/proc/stat"), 0.0
-    if file.exists():
-        user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(int, file.read_text().split()[1:9])
-        busy = (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
-    return time.perf_counter(), time.process_time(), busy
+    return time.perf_counter(), time.process_time(), machine_seconds()
 
 
 def our_config(case: argparse.Namespace, name: str, folder: str, **others: Any) -> Any:

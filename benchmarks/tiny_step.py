@@ -36,6 +36,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from measuring import positive
 from torch import Tensor, nn
 
 from quintain import GRPOConfig, GRPOTrainer, TPOConfig, TPOTrainer
@@ -92,14 +93,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the seconds of every step here")
     return parser
-
-
-def positive(text: str) -> int:
-    """A whole number above 0; argparse makes an error message of the ValueError."""
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # what its scripts share, as when they are run
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tensors this small, more threads only wait for each other
