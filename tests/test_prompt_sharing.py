@@ -9,7 +9,8 @@ import torch
 from tiny_models import FAMILIES, tiny_model
 
 from quintain import attention
-from quintain.policies.forward import ActorCritic, token_logprobs
+from quintain.policies.forward import ActorCritic
+from quintain.policies.head import outputs_of_logits
 from quintain.policies.layout import repeat_prompts, share_prompts
 from quintain.policies.value_head import SharedValueHead
 from quintain.types import Rollouts
@@ -41,7 +42,7 @@ def reference_logprobs(model, rollouts, row):
     prompt = rollouts.prompt_ids[row][rollouts.prompt_mask[row]]
     completion = rollouts.completion_ids[row][rollouts.completion_mask[row]]
     logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-    return token_logprobs(logits, completion, 0.7)
+    return outputs_of_logits(logits, completion, temperature=0.7).logprobs
 
 
 @pytest.mark.parametrize("family", FAMILIES)

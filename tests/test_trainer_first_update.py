@@ -45,9 +45,9 @@ def test_each_row_scores_as_it_does_alone_without_padding(trainer):
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.5, -0.142932), (1.0, -0.407606), (2.0, -0.680270)])
 def test_logprobs_are_those_of_the_tempered_softmax(temperature, expected):
-    from quintain.policies.forward import token_logprobs
+    from quintain.policies.head import outputs_of_logits
 
-    logprob = token_logprobs(torch.tensor([[[2.0, 1.0, 0.0]]]), torch.tensor([[0]]), temperature)
+    logprob = outputs_of_logits(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), temperature=temperature).logprobs
     assert logprob.item() == pytest.approx(expected, abs=1e-6)
 
 

@@ -7,6 +7,7 @@ then the plan computes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from quintain.adapters import unwrapped
 
 IMPLEMENTATION = "quintain"
 FEW_PAIRS = 2**17
@@ -56,7 +59,7 @@ def adopt(model: nn.Module) -> bool:
 
     Its own attention must be PyTorch's ("sdpa"), the default. What the model computes for everyone else stays the same.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrapped(model)
     config = base.config
     if config._attn_implementation == IMPLEMENTATION:
         return True
@@ -68,8 +71,7 @@ def adopt(model: nn.Module) -> bool:
 
 def longest_unwindowed(model: nn.Module) -> float:
     """Tokens up to which every token sees all earlier ones; beyond it a sliding window or a chunk forgets some."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = base.config.get_text_config(decoder=True)
+    config = unwrapped(model).config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return min((int(limit) for limit in limits if limit), default=float("inf"))
 
@@ -147,7 +149,7 @@ class SharedPrompts:
         return torch.cat(outputs).index_select(0, self._row_of)[None]
 
 
-class _Part:
+class _Part(ABC):
     """Sequences of about the same length, padded to one rectangle."""
 
     places: Int[Tensor, "sequences tokens"]
@@ -158,9 +160,9 @@ class _Part:
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
 
+    @abstractmethod
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
         """From states `[tokens, heads, head_size]` to outputs `[sequences, tokens, heads, head_size]`."""
-        raise NotImplementedError
 
 
 class _PromptPart(_Part):

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
+from quintain.adapters import unwrapped
 from quintain.attention import adopt, longest_unwindowed
 from quintain.fused import fuse
 from quintain.matmul import use_fast_linears
@@ -22,8 +23,10 @@ from quintain.policies.head import (
     find_logit_map,
     head_outputs,
     outputs_of_logits,
+    softmax_dtype,
 )
 from quintain.policies.layout import Layout, repeat_prompts, share_prompts
+from quintain.policies.probe import evaluating, two_completions
 from quintain.policies.value_head import SharedValueHead
 from quintain.types import PolicyOutputs, Rollouts
 
@@ -48,7 +51,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.language_model = language_model
         self.value_model = value_model
-        base = language_model.get_base_model() if hasattr(language_model, "get_base_model") else language_model
+        base = unwrapped(language_model)
         self._head: nn.Module = base.get_output_embeddings()
         config = base.config.get_text_config()
         use_fast_linears(self)
@@ -60,7 +63,7 @@ class ActorCritic(nn.Module):
         self.shares_prompts = False
         """Whether the completions of a prompt share its tokens in the forward pass."""
         probe = _probe(self, config.vocab_size)
-        with _evaluating(self):
+        with evaluating(self):
             if not _maps_logits(self, probe, self._logit_map):
                 self._logit_map = None
             adopted = [adopt(part) for part in self._backbones()]
@@ -130,8 +133,12 @@ class ActorCritic(nn.Module):
 
     def lay_out(self, rollouts: Rollouts) -> Layout:
         """The layout with the least arithmetic that this model computes rightly."""
+        return share_prompts(rollouts) if self.shares_prompts_of(rollouts) else repeat_prompts(rollouts)
+
+    def shares_prompts_of(self, rollouts: Rollouts) -> bool:
+        """Whether completions share their prompts' tokens in a pass over these: not beyond a sliding window."""
         longest = int((rollouts.prompt_mask.sum(dim=1) + rollouts.lengths).max()) if len(rollouts) else 0
-        return share_prompts(rollouts) if self.shares_prompts and longest <= self._window else repeat_prompts(rollouts)
+        return self.shares_prompts and longest <= self._window
 
     def _outputs(self, layout: Layout, options: dict[str, Any]) -> tuple[Float[Tensor, "valid width"], HeadOutputs]:
         """Hidden states and what the head says of them: in chunks, or from all logits where their map is unknown."""
@@ -203,18 +210,7 @@ def _probe(module: ActorCritic, vocabulary: int) -> Rollouts:
     length = int(min(10, module._window // 2, *(limit // 2 for limit in limits if limit)))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (2, length), generator=generator).to(next(module.parameters()).device)
-    ones = torch.ones_like(ids, dtype=torch.bool)
-    return Rollouts(
-        prompt_ids=ids[:1].expand(2, -1),
-        prompt_mask=ones,
-        completion_ids=ids.flip(0),
-        completion_mask=ones,
-        stopped=ones[:, 0],
-        sampling_logprobs=torch.zeros_like(ids, dtype=torch.float32),
-        group_ids=torch.zeros_like(ids[:, 0]),
-        prompts=["", ""],
-        completions=["", ""],
-    )
+    return two_completions(ids[0], ids.flip(0))
 
 
 @torch.no_grad()
@@ -232,7 +228,7 @@ def _maps_logits(module: ActorCritic, probe: Rollouts, logit_map: LogitMap | Non
     """Whether the model's logits are its output layer's under this map, up to rounding."""
     assert logit_map is not None
     hidden, logits = module._hidden(repeat_prompts(probe), want_logits=True)
-    ours = logit_map(at_least_float32(module._head(hidden)))
+    ours = logit_map(module._head(hidden).to(softmax_dtype(hidden)))
     if ours.shape != logits.shape:
         return False
     limit = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 0.05
@@ -240,30 +236,3 @@ def _maps_logits(module: ActorCritic, probe: Rollouts, logit_map: LogitMap | Non
     if not alike:
         _log.info("the log-probabilities come from whole logits: the model does something of its own to them")
     return alike
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Dropout off inside; every part's own flag as it was afterwards."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Half-precision numbers as float32; others as they are."""
-    return values if values.dtype == torch.float64 else values.float()
-
-
-def token_logprobs(
-    logits: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens"], temperature: float
-) -> Float[Tensor, "*tokens"]:
-    """Log-probability of each id under softmax(logits / temperature), in nats and at least float32."""
-    scaled = at_least_float32(logits)
-    if temperature != 1.0:
-        scaled = scaled / temperature
-    return scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)

@@ -321,7 +321,7 @@ class _Head(torch.autograd.Function):
         chunks: list[slice],
         dtypes: list[torch.dtype],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        logprobs = torch.empty(len(hidden), dtype=_softmax_dtype(hidden), device=hidden.device)
+        logprobs = torch.empty(len(hidden), dtype=softmax_dtype(hidden), device=hidden.device)
         normaliser, ref_normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if options.want_entropy else None
         kl = torch.empty_like(logprobs) if ref_hidden is not None else None
@@ -446,7 +446,7 @@ def _outputs_of_logits(logits: Tensor, ids: Tensor, reference: Reference | None,
     """The plain formulas, on the logits of all the ids."""
 
     def scaled(logits: Tensor) -> Tensor:
-        return options.logit_map(logits.to(_softmax_dtype(logits))) / options.temperature
+        return options.logit_map(logits.to(softmax_dtype(logits))) / options.temperature
 
     logprobs = scaled(logits).log_softmax(dim=-1)
     entropy = kl = None
@@ -474,7 +474,8 @@ def _size(rows: slice) -> int:
     return int(rows.stop - rows.start)
 
 
-def _softmax_dtype(values: Tensor) -> torch.dtype:
+def softmax_dtype(values: Tensor) -> torch.dtype:
+    """In which a distribution over the vocabulary is computed: float32, or what is finer already."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from quintain.errors import ConfigError
+from quintain.policies.probe import evaluating, two_completions
 from quintain.types import Rollouts
 
 GIB = 2**30
@@ -86,11 +87,8 @@ def activation_cost(
         kept = kept_for_backward(lambda: forward(rollouts), exist)
         whole = sum(kept)
         if checkpointing:
-            modes = {part: part.training for part in module.modules()}
-            module.eval()
-            whole = sum(kept_for_backward(lambda: forward(rollouts), exist))
-            for part, training in modes.items():
-                part.training = training
+            with evaluating(module):
+                whole = sum(kept_for_backward(lambda: forward(rollouts), exist))
         return sum(kept) + 2 * max(kept) + LAYERS_AT_ONCE * whole / layers
 
     first, second, third = (peak(number * unit) for number in (1, 2, 3))
@@ -126,18 +124,7 @@ def kept_for_backward(forward: Callable[[], Any], exist: set[int]) -> list[int]:
 def probe(prompt: int, completion: int, device: torch.device) -> Rollouts:
     """One prompt and two completions of it that differ, of so many tokens."""
     ids = torch.tensor([[0], [1]], device=device).repeat(1, completion)
-    prompt_ids = torch.zeros(2, prompt, dtype=torch.long, device=device)
-    return Rollouts(
-        prompt_ids=prompt_ids,
-        prompt_mask=torch.ones_like(prompt_ids, dtype=torch.bool),
-        completion_ids=ids,
-        completion_mask=torch.ones_like(ids, dtype=torch.bool),
-        stopped=torch.ones_like(ids[:, 0], dtype=torch.bool),
-        sampling_logprobs=torch.zeros_like(ids, dtype=torch.float32),
-        group_ids=torch.zeros_like(ids[:, 0]),
-        prompts=["", ""],
-        completions=["", ""],
-    )
+    return two_completions(torch.zeros(prompt, dtype=torch.long, device=device), ids)
 
 
 @dataclass(frozen=True)

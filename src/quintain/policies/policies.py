@@ -106,7 +106,7 @@ class Policies:
         return (rollouts.select(rows) for rows in self._partition(rollouts, keep))
 
     def _partition(self, rollouts: Rollouts, keep: Unit) -> list[list[int]]:
-        return rollouts.partition(self.micro_batch_tokens, keep, share_prompts=self.module.shares_prompts)
+        return rollouts.partition(self.micro_batch_tokens, keep, share_prompts=self.module.shares_prompts_of(rollouts))
 
     @torch.no_grad()
     def annotate(self, rollouts: Rollouts, *, old: bool, keep: Unit = "token") -> Rollouts:

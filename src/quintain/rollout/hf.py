@@ -21,6 +21,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from quintain.adapters import unwrapped
 from quintain.errors import ConfigError
 from quintain.rollout.checks import check_prompts, validate_sampling
 from quintain.rollout.completions import Completions, left_pad, sampling_mode
@@ -92,7 +93,7 @@ class _Ended(StoppingCriteria):
 @contextmanager
 def no_generation_defaults(model: Any) -> Iterator[None]:
     """Hide the model's generation config: `generate` fills every field that a caller left unset from it."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrapped(model)
     # PEFT's `generate` copies the wrapper's config, when it has one of its own, onto the model inside.
     owners = [owner for owner in (model, base) if "generation_config" in vars(owner)]
     defaults = [owner.generation_config for owner in owners]

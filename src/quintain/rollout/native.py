@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from quintain.adapters import unwrapped
 from quintain.attention import adopt, as_mask, longest_unwindowed
 from quintain.errors import ConfigError
 from quintain.matmul import packed_linears, packs_half, use_fast_linears
@@ -329,11 +330,6 @@ def unsupported_by_native(model: nn.Module) -> str | None:
     if others := layers - {DynamicLayer, DynamicSlidingWindowLayer}:
         return "its cache needs layers of type " + ", ".join(sorted(layer.__name__ for layer in others))
     return None
-
-
-def unwrapped(model: nn.Module) -> Any:
-    """The transformers model inside a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _forward_arguments(model: nn.Module) -> set[str]:
